@@ -1,0 +1,185 @@
+"""The `minispec` command. Errors are one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from minispec import __version__
+from minispec.decode import DEFAULT_DRAFT_LEN, generate, speculate, stream
+from minispec.drafters import Drafter, NGramDrafter
+from minispec.model import GPT
+from minispec.pair import Pair, load_pair
+from minispec.result import Result, Stats, Step, summarise
+from minispec.sampling import Sampling
+from minispec.verify import RULES
+
+REPEATS = 5  # of each side under --compare
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="minispec", description="Speculative decoding: minimal, readable, proved lossless.")
+    parser.add_argument("--version", action="version", version=f"minispec {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    _add_generate(commands)
+    from minispec.train.commands import add_commands  # parsers only; training itself loads when it runs
+
+    add_commands(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    command = commands.add_parser("generate", help="continue a text, streaming it as it is committed")
+    add = command.add_argument
+    add("prompt", nargs="?", help="the text to continue; read from stdin when it is missing or -")
+    add("--max-new-tokens", type=int, default=160, metavar="N", help="default 160, fewer at the end of the context")
+    add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
+    add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with mass P")
+    add("--seed", type=int, help="default: a fresh one, which is printed")
+    add("--draft-len", type=int, default=DEFAULT_DRAFT_LEN, metavar="K", help="draft tokens a step (default 4)")
+    add("--drafter", choices=("model", "ngram"), default="model", help="the pair's draft, or prompt lookup")
+    add("--rule", choices=sorted(RULES), help="verification rule (default: token, or match where that is exact)")
+    add("--device", default="auto", help="cpu, cuda, mps, or auto (default)")
+    add("--pair", type=Path, metavar="DIR", help="folder of another pair than the shipped one")
+    add("--colour", "--color", action="store_true", help="show what the draft guessed and what the target supplied")
+    add("--compare", action="store_true", help="also run plain decoding and print the measured ratio")
+    command.set_defaults(run=run_generate)
+
+
+def pick_device(name: str) -> torch.device:
+    """A device by name, `auto` being CUDA where there is one, else the CPU. ValueError when it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device must be cpu, cuda, mps or auto as far as this machine has it, got {name!r}: {reason}") from None
+    return device
+
+
+def _prompt(text: str | None) -> str:
+    if text in (None, "-"):
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError('prompt: give a text, as in: minispec generate "Once upon a time"')
+        text = sys.stdin.read().rstrip("\r\n")
+    if not text:
+        raise ValueError("prompt must not be empty")
+    return text
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    text = _prompt(args.prompt)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    pair = load_pair(args.pair, device=pick_device(args.device))
+    seed = secrets.randbelow(2**31) if args.seed is None else args.seed
+    draft: GPT | Drafter = pair.draft
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": seed}
+    shape: dict[str, Any] = {"draft_len": args.draft_len, "rule": args.rule}
+    if args.drafter == "ngram":
+        draft, shape = NGramDrafter(args.draft_len), {"rule": args.rule}
+    prompt = pair.tokenizer.encode(text)
+    steps = _stream_text(pair, text, stream(pair.target, draft, prompt, **options, **shape), args.colour)
+    if args.compare:
+        print(compare(pair, draft, prompt, options, shape))
+    else:
+        print(describe(summarise([step for step, _ in steps], sum(s for _, s in steps))) + f", seed {seed}")
+
+
+def _stream_text(pair: Pair, text: str, steps: Any, colour: bool) -> list[tuple[Step, float]]:
+    """Print the prompt and the steps as they come; return each with its seconds."""
+    from time import perf_counter
+
+    decoder, taken = pair.tokenizer.stream(), []
+    marks = _marks() if colour else (("", ""), ("", ""))
+    print(text, end="", flush=True)
+    start = perf_counter()
+    for step in steps:
+        taken.append((step, perf_counter() - start))
+        for i, token in enumerate(step.tokens):
+            before, after = marks[i >= step.accepted]
+            chunk = decoder.feed(token)
+            print(f"{before}{chunk}{after}" if chunk else "", end="", flush=True)
+        start = perf_counter()
+    print(decoder.finish())
+    if colour:
+        (a, b), (c, d) = marks
+        print(f"\n{a}guessed by the draft{b} {c}supplied by the target{d}")
+    return taken
+
+
+def _marks() -> tuple[tuple[str, str], tuple[str, str]]:
+    """What to print around the draft's and the target's tokens: colours, or brackets where there are none."""
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
+        return ("\x1b[32m", "\x1b[0m"), ("\x1b[1;4;35m", "\x1b[0m")
+    return ("", ""), ("[", "]")
+
+
+def describe(stats: Stats) -> str:
+    """One line: tokens, tokens per target pass, both acceptance rates, tokens/s."""
+
+    def show(value: float | None, form: str = ".2f") -> str:
+        return "n/a" if value is None else format(value, form)
+
+    return (
+        f"{stats.new_tokens} tokens, {show(stats.tokens_per_pass)} per target pass, "
+        f"acceptance {show(stats.acceptance_rate)} of tested and {show(stats.accepted_per_proposed)} of proposed, "
+        f"{show(stats.new_tokens / stats.seconds if stats.seconds else None, '.0f')} tokens/s"
+    )
+
+
+def compare(pair: Pair, draft: Any, prompt: list[int], options: dict[str, Any], shape: dict[str, Any]) -> str:
+    """Plain and speculative decoding in turn, several times each; medians and their ratio."""
+    plain: list[Result] = []
+    fast: list[Result] = []
+    for repeat in range(REPEATS + 1):
+        again = options | {"seed": options["seed"] + repeat, "stop": ()}
+        plain.append(generate(pair.target, prompt, **again))
+        fast.append(speculate(pair.target, draft, prompt, **again, **shape))
+    lines = []
+    rates = []
+    for name, results in (("plain", plain[1:]), ("speculative", fast[1:])):  # the first round warms up
+        if not results[0].tokens:
+            return "nothing to compare: no token was generated"
+        rates.append(statistics.median(len(r.tokens) / r.stats.seconds for r in results))
+        steps = [step for r in results for step in r.steps]
+        lines.append(f"{name + ':':<13}" + describe(summarise(steps, sum(len(r.tokens) for r in results) / rates[-1])))
+    return "\n".join([*lines, f"measured ratio: {rates[1] / rates[0]:.2f}x (medians of {REPEATS} interleaved runs)"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    for output in (sys.stdout, sys.stderr):
+        if hasattr(output, "reconfigure"):
+            output.reconfigure(errors="replace")  # a cp1252 console has no character for everything
+    args = build_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: nothing more to say
+            return 0
+        message = " ".join(str(error).split())
+        print(f"minispec {args.command}: error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    return 0

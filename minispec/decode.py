@@ -1,0 +1,243 @@
+"""The one decoding loop: draft, score, verify, commit.
+
+Plain decoding is the same loop with an empty draft. Between steps, with n tokens in a row of which the last is
+*pending* (emitted, not yet read), the target's cache holds n-1 entries; each step is exactly one target pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from minispec.cache import KVCache
+from minispec.drafters import Draft, Drafter, ModelDrafter, NoDrafter
+from minispec.inputs import check_integer, check_models, is_batch, prompt_lists, stop_set
+from minispec.model import LanguageModel, read
+from minispec.result import Result, Step, summarise
+from minispec.sampling import Randomness, Rng, Sampling, Shifted
+from minispec.tree import Tree
+from minispec.verify import Rule, check_kind, find_rule
+
+Prompt = Sequence[int]
+DEFAULT_DRAFT_LEN = 4
+
+
+@dataclass
+class Row:
+    """One prompt on its way. `limit` is the length at which it ends, `new` what the last step emitted."""
+
+    index: int
+    tokens: list[int]
+    limit: int
+    reason: str  # for reaching the limit: "length" or "context"
+    new: tuple[int, ...] = ()
+
+    @property
+    def depth_limit(self) -> int:
+        """Deepest draft of which every token could still be emitted, one token of the target's own after it."""
+        return self.limit - len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked call: everything the loop needs."""
+
+    target: LanguageModel
+    drafter: Drafter
+    rule: Rule
+    sampling: Sampling
+    stop: frozenset[int]
+    rng: Rng
+    rows: list[Row]
+
+
+@overload
+def generate(target: LanguageModel, prompt: Sequence[int], **options: Any) -> Result: ...
+@overload
+def generate(target: LanguageModel, prompt: Sequence[Sequence[int]], **options: Any) -> list[Result]: ...
+def generate(target: LanguageModel, prompt: Any, **options: Any) -> Result | list[Result]:
+    """Plain decoding: one token a target pass. Arguments, results and errors as for `speculate`, less the draft."""
+    plan = _plan(target, NoDrafter(), prompt, rule="match", **options)
+    return _collect(plan, one=not is_batch(prompt))
+
+
+@overload
+def speculate(target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[int], **options: Any) -> Result: ...
+@overload
+def speculate(
+    target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[Sequence[int]], **options: Any
+) -> list[Result]: ...
+def speculate(target: LanguageModel, draft: Any, prompt: Any, **options: Any) -> Result | list[Result]:
+    """Speculative decoding: `draft` proposes, `target` checks all of it in one pass; the law stays the target's.
+
+    draft: a model (GPT) or any `Drafter`.
+    prompt: token ids (n,), or a list of such; 1 <= n <= block_size. One prompt gives one `Result`, a list a list.
+    max_new_tokens: at most this many; fewer at a stop token or at the end of the context.
+    sampling: `Sampling(temperature, top_k, top_p)`, default temperature 1.
+    tree or draft_len: shape of a model's draft, default `Tree.chain(4)`. (A `Drafter` has its own.)
+    rule: name of a rule in `verify.RULES`, or a `Rule`. Default: "match" for greedy decoding and for chosen
+        candidates, "token" for a sampled chain.
+    stop: token ids that end a row; default the target's end-of-text id where it has one.
+    seed: an integer, one a row, or None for a fresh one; or `rng`, any object with `flip` and `pick`.
+
+    Raises `ValueError`/`TypeError` before any forward pass, naming the parameter, the value and what is allowed.
+    """
+    return _collect(_plan(target, draft, prompt, **options), one=not is_batch(prompt))
+
+
+def stream(target: LanguageModel, draft: LanguageModel | Drafter, prompt: Prompt, **options: Any) -> Iterator[Step]:
+    """`speculate` for one prompt, a `Step` at a time. Checks its arguments at once, not at the first step."""
+    if is_batch(prompt):
+        raise TypeError("prompt: stream takes one prompt, a list of token ids; use speculate for many")
+    plan = _plan(target, draft, prompt, **options)
+    return (step for steps in decode(plan) for _, step in steps)
+
+
+def _plan(
+    target: LanguageModel,
+    draft: LanguageModel | Drafter,
+    prompt: Any,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    tree: Tree | None = None,
+    draft_len: int | None = None,
+    rule: str | Rule | None = None,
+    stop: Sequence[int] | None = None,
+    seed: int | Sequence[int] | None = None,
+    rng: Rng | None = None,
+) -> Plan:
+    """Check everything that can be checked before a forward pass."""
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, got {sampling!r}")
+    check_integer("max_new_tokens", max_new_tokens, 0)
+    config = target.config
+    prompts = prompt_lists(prompt, config.vocab_size, config.block_size)
+    drafter, found = _choose(target, draft, sampling, tree, draft_len, rule)
+    if seed is not None and rng is not None:
+        raise ValueError("give either seed or rng, got both")
+    if rng is not None and len(prompts) > 1 and not hasattr(rng, "select"):
+        raise TypeError("rng: with several prompts it must also have select(rows)")
+    rows = []
+    for index, ids in enumerate(prompts):
+        limit = min(len(ids) + max_new_tokens, config.block_size)
+        reason = "length" if limit == len(ids) + max_new_tokens else "context"
+        rows.append(Row(index, ids, limit, reason))
+    ends = stop_set(stop, getattr(target, "end_of_text", None), config.vocab_size)
+    rng = Randomness(seed, len(rows)) if rng is None else rng
+    return Plan(target, drafter, found, sampling, ends, rng, rows)
+
+
+def _choose(
+    target: LanguageModel,
+    draft: LanguageModel | Drafter,
+    sampling: Sampling,
+    tree: Tree | None,
+    draft_len: int | None,
+    rule: str | Rule | None,
+) -> tuple[Drafter, Rule]:
+    """The drafter and the rule of a call, refused where they do not fit each other or the target."""
+    if tree is not None and draft_len is not None:
+        raise ValueError(f"give either tree or draft_len, got tree={tree} and draft_len={draft_len}")
+    if tree is not None and not isinstance(tree, Tree):
+        raise TypeError(f"tree must be a Tree, got {tree!r}")
+    if draft_len is not None:
+        tree = Tree.chain(draft_len)
+    if hasattr(draft, "begin"):
+        drafter: Drafter = draft
+        if tree is not None:
+            raise ValueError("tree and draft_len shape a model's draft; this drafter has a shape of its own")
+        fallback = "match" if sampling.greedy or drafter.kind == "chosen" else "token"
+        found = find_rule(fallback if rule is None else rule)
+    elif hasattr(draft, "config"):
+        check_models(target, draft)
+        found = find_rule(("match" if sampling.greedy else "token") if rule is None else rule)
+        drafter = ModelDrafter(draft, Tree.chain(DEFAULT_DRAFT_LEN) if tree is None else tree, found.how)
+    else:
+        raise TypeError(f"draft must be a GPT or a Drafter, got {type(draft).__name__}")
+    check_kind(found, drafter.kind)
+    return drafter, found
+
+
+def _collect(plan: Plan, one: bool) -> Result | list[Result]:
+    prompts = [list(row.tokens) for row in plan.rows]
+    steps: list[list[Step]] = [[] for _ in plan.rows]
+    start = time.perf_counter()
+    for round_ in decode(plan):
+        for index, step in round_:
+            steps[index].append(step)
+    seconds = time.perf_counter() - start
+    results = []
+    for row, prompt, taken in zip(plan.rows, prompts, steps, strict=True):
+        tokens = [token for step in taken for token in step.tokens]
+        reason = (taken[-1].finish_reason if taken else None) or row.reason
+        results.append(Result(prompt, tokens, reason, taken, summarise(taken, seconds)))
+    return results[0] if one else results
+
+
+def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
+    """The loop. Yields, for each target pass, the row index and `Step` of every row that took part."""
+    rows = [row for row in plan.rows if len(row.tokens) < row.limit]
+    if not rows:
+        return
+    if len(rows) < len(plan.rows):
+        plan.rng.select([row.index for row in rows])  # type: ignore[attr-defined]
+    target, rng = plan.target, plan.rng
+    capacity = max(row.limit for row in rows) + plan.drafter.max_nodes
+    cache = KVCache(target.config, len(rows), capacity, device=target.device, dtype=target.dtype)
+    session = plan.drafter.begin([row.tokens for row in rows], plan.sampling)
+    prefilled = False
+    while rows:
+        with torch.inference_mode():
+            if not prefilled and max(len(row.tokens) for row in rows) > 1:
+                read(target, cache, [row.tokens[:-1] for row in rows])  # not a step: no token comes of it
+            prefilled = True
+            here = Shifted(rng, [len(row.tokens) - 1 for row in rows])
+            draft = session.propose([row.new for row in rows], [row.depth_limit for row in rows], here)
+            p = _score(target, cache, draft, plan.sampling)
+            path, token = plan.rule.verify(p, draft.q, draft.tokens, draft.tree, here)
+            host = torch.cat([path, token[:, None], draft.tokens], 1).tolist()  # the one wait for the device
+            paths = [[node for node in line[: path.shape[1]] if node >= 0] for line in host]
+            cache.keep(paths, draft.tree.size)
+            session.commit(paths)
+            steps = [
+                _emit(row, draft.tree, kept, line[path.shape[1]], line[path.shape[1] + 1 :], plan.stop)
+                for row, kept, line in zip(rows, paths, host, strict=True)
+            ]
+            done = [(row.index, step) for row, step in zip(rows, steps, strict=True)]
+            going = [i for i, step in enumerate(steps) if step.finish_reason is None]
+            if 0 < len(going) < len(rows):
+                cache.select(going)
+                session.select(going)
+                rng.select(going)  # type: ignore[attr-defined]
+            rows = [rows[i] for i in going]
+        yield done
+
+
+def _score(target: LanguageModel, cache: KVCache, draft: Draft, sampling: Sampling) -> Tensor:
+    """p at every node of the draft, by one pass of the target: (B, N, V)."""
+    tree, device = draft.tree, target.device
+    start = torch.tensor(cache.lengths, device=device)[:, None]  # (B, 1)
+    positions = (start + tree.depths.to(device)).clamp(max=target.config.block_size - 1)  # absent nodes may be out
+    mask = None if tree.is_chain else tree.mask.to(device)  # (1 or B, N, N)
+    logits = target(draft.tokens.to(device).clamp(min=0), cache, positions, mask)  # (B, N, V)
+    return sampling.probs(logits, "target")
+
+
+def _emit(row: Row, tree: Tree, path: list[int], token: int, nodes: list[int], stop: frozenset[int]) -> Step:
+    """Put what was verified into the row: the accepted run and one more token, cut after the first stop token."""
+    run = [nodes[node] for node in path[1:]] + [token]
+    end = next((i + 1 for i, t in enumerate(run) if t in stop), None)
+    reason = "stop" if end is not None else None
+    run = run[:end]
+    row.tokens, row.new = row.tokens + run, tuple(run)
+    if reason is None and len(row.tokens) >= row.limit:
+        reason = row.reason
+    parents = tree.rows[row.index % len(tree.rows)] if len(tree.rows) > 1 else tree.rows[0]
+    return Step(tuple(run), tuple(nodes[1:]), parents, tuple(path[: len(run) + 1]), reason)

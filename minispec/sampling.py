@@ -1,0 +1,175 @@
+"""From logits to probabilities, and the one object through which every random choice goes.
+
+`Sampling` turns logits into the law that is sampled from: p for the target, q for the draft.
+`Randomness` makes the choices, with two methods: `flip` a coin, `pick` an index. Nothing else in minispec is
+random, so an object that *enumerates* the outcomes of these two replays the real decoder over all of them and
+gives its exact output law (`minispec.lab.exact_law`).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+COLDEST = 1e-30  # temperatures below this are raised to it: already one-hot, and 1 / T stays finite in float32
+
+
+def _number(name: str, value: object, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, then top-k, then top-p; `temperature=0` is greedy.
+
+    temperature: finite, >= 0. At 0 the law is one-hot at the largest logit, ties to the lowest index.
+    top_k: keep exactly the k likeliest (ties to the lowest index), or None; k > V keeps all.
+    top_p: in (0, 1]: of what is left, renormalised, keep the smallest set of likeliest tokens with mass
+        >= top_p (Holtzman et al. 2020), the token that crosses included; None or 1 keeps everything.
+
+    Raises `TypeError`/`ValueError` naming the parameter, the value and the values allowed.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if _number("temperature", self.temperature, "a finite number >= 0") < 0:
+            raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature!r}")
+        if self.top_k is not None:
+            if isinstance(self.top_k, bool) or not isinstance(self.top_k, int):
+                raise TypeError(f"top_k must be an integer >= 1 or None, got {self.top_k!r}")
+            if self.top_k < 1:
+                raise ValueError(f"top_k must be an integer >= 1 or None, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < _number("top_p", self.top_p, "a number in (0, 1] or None") <= 1:
+            raise ValueError(f"top_p must be a number in (0, 1] or None, got {self.top_p!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probs(self, logits: Tensor, who: str = "model") -> Tensor:
+        """The law to sample from: logits (..., V) -> probabilities (..., V), float32 or the logits' float64.
+
+        Raises `ValueError` naming `who` and the place when a row holds a NaN or a +inf, or is all -inf.
+        """
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        top = logits.amax(-1, keepdim=True)  # (..., 1); NaN and +inf show here, and so does a row of -inf
+        if not torch.isfinite(top).all():
+            place = tuple((~torch.isfinite(top[..., 0])).nonzero()[0].tolist())
+            raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
+        if self.greedy:
+            best = logits.argmax(-1, keepdim=True)  # (..., 1), the first of equals
+            return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+        if self.temperature != 1.0:
+            logits = (logits - top) / max(self.temperature, COLDEST)
+        V = logits.shape[-1]
+        if (self.top_k is None or self.top_k >= V) and (self.top_p is None or self.top_p == 1):
+            return torch.softmax(logits, -1)
+        ordered, index = torch.sort(logits, dim=-1, descending=True, stable=True)  # (..., V): ties lowest first
+        if self.top_k is not None:
+            ordered[..., self.top_k :] = -math.inf
+        probs = torch.softmax(ordered, -1)
+        if self.top_p is not None and self.top_p < 1:
+            before = probs.cumsum(-1) - probs  # (..., V): mass of the likelier tokens
+            before[..., 0] = 0.0  # the likeliest always stays
+            probs = probs.masked_fill(before >= self.top_p, 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return torch.zeros_like(probs).scatter_(-1, index, probs)  # back to vocabulary order
+
+
+class Rng(Protocol):
+    """The two random choices. With one row the decoder calls nothing else of an `rng=` object."""
+
+    def flip(self, prob: Tensor) -> Tensor:
+        """Coins: prob (...) -> bool (...), True with that probability."""
+        ...
+
+    def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
+        """Indices: weights (B, V), not negative -> (B,), each drawn in proportion to its row's weights.
+
+        With `at`, a position a row, the choice depends on the row's key and that position alone.
+        """
+        ...
+
+
+_MASK = (1 << 64) - 1
+
+
+def mix(key: int, value: int) -> int:
+    """A 64-bit hash of two integers (the finaliser of SplitMix64; Steele, Lea & Flood 2014)."""
+    z = (key * 0x9E3779B97F4A7C15 + value * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+class Randomness:
+    """Pseudo-random `flip` and `pick` from a seed: an integer, one a row, or None for a fresh one.
+
+    Row b of an integer seed s has the key s for b = 0 and a hash of (s, b) otherwise; with one seed a row the
+    key is that seed, so that a row draws the same `at` noise alone and in company. Never touches the global
+    generators. Draws on the CPU, so that a seed means the same tokens on every device.
+    """
+
+    def __init__(self, seed: int | Sequence[int] | None = None, rows: int = 1) -> None:
+        if seed is None:
+            seed = secrets.randbits(63)
+        given = [seed] if isinstance(seed, int) else list(seed) if isinstance(seed, (list, tuple)) else [None]
+        if any(isinstance(key, bool) or not isinstance(key, int) for key in given):
+            raise TypeError(f"seed must be an integer, or {rows} integers (one a row), got {seed!r}")
+        if isinstance(seed, int):
+            keys = given + [mix(seed, row) for row in range(1, rows)]
+        elif len(given) == rows:
+            keys = given
+        else:
+            raise ValueError(f"seed must be an integer, or {rows} integers (one a row), got {seed!r}")
+        self.keys = keys
+        self._generator = torch.Generator().manual_seed(mix(keys[0], rows))
+        self._keyed = torch.Generator()
+
+    def flip(self, prob: Tensor) -> Tensor:
+        u = torch.rand(prob.shape, generator=self._generator)  # in [0, 1): 0 never passes, 1 always does
+        return u.to(prob.device) < prob
+
+    def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
+        """An exponential race: the argmax of weights / Exp(1) noise is drawn in proportion to the weights."""
+        noise = torch.empty(weights.shape, dtype=weights.dtype)  # (B, V)
+        if at is None:
+            noise.uniform_(generator=self._generator)
+        else:
+            for row, position in zip(range(len(noise)), at, strict=True):
+                self._keyed.manual_seed(mix(self.keys[row], position))
+                noise[row].uniform_(generator=self._keyed)
+        # -log(u), kept in (0, inf): a weight of 0 then never wins against a positive one
+        noise.log_().neg_().clamp_(torch.finfo(noise.dtype).tiny, torch.finfo(noise.dtype).max)
+        return (weights / noise.to(weights.device)).argmax(-1)  # (B,)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only; each keeps its key."""
+        self.keys = [self.keys[row] for row in rows]
+
+
+class Shifted:
+    """An `rng` whose `at` counts from each row's own offset: rules say a depth, the noise hangs on the position."""
+
+    def __init__(self, rng: Rng, offsets: Sequence[int]) -> None:
+        self._rng, self._offsets = rng, offsets
+        self.flip = rng.flip
+
+    def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
+        if at is None:
+            return self._rng.pick(weights)
+        return self._rng.pick(weights, [offset + depth for offset, depth in zip(self._offsets, at, strict=True)])

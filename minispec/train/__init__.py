@@ -1,0 +1,1 @@
+"""Training: tokenizer, language models. Loaded only by the commands that train."""

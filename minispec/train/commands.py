@@ -1,0 +1,119 @@
+"""`minispec train-tokenizer` and `minispec train`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from minispec.model import GPT, GPTConfig
+from minispec.pair import read_config, read_tokenizer, save_model, save_tokenizer
+from minispec.train.bpe import train_tokenizer
+from minispec.train.data import encode_texts, read_corpus
+from minispec.train.evaluate import bits_per_byte, token_lengths
+from minispec.train.language_model import Recipe, State, train
+
+SIZES = {  # layers, heads, width, peak learning rate
+    "target": (8, 8, 512, 6e-4),
+    "draft": (2, 4, 128, 4e-3),
+}
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare both commands."""
+    bpe = commands.add_parser("train-tokenizer", help="train a byte-level BPE vocabulary on a folder of *.txt")
+    bpe.add_argument("folder", type=Path, metavar="DIR", help="folder with *.txt files (UTF-8)")
+    bpe.add_argument("--vocab-size", type=int, default=1024, help="ids, the end of text included (default 1024)")
+    bpe.set_defaults(run=run_tokenizer)
+    lm = commands.add_parser("train", help="train a target or a draft on a folder of *.txt")
+    lm.add_argument("folder", type=Path, metavar="DIR", help="folder with *.txt files (UTF-8)")
+    lm.add_argument("--size", choices=sorted(SIZES), required=True, help="which model of the pair, and its shape")
+    for name in ("layers", "heads", "width"):
+        lm.add_argument(f"--{name}", type=int, help=f"{name}, where the size's own is not wanted")
+    lm.add_argument("--block-size", type=int, default=256, help="longest context in tokens (default 256)")
+    budget = lm.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--minutes", type=float, help="time budget, over all runs of one checkpoint")
+    budget.add_argument("--steps", type=int, help="number of steps: repeatable to the bit")
+    lm.add_argument("--batch", type=int, default=8, help="windows a step (default 8)")
+    lm.add_argument("--lr", type=float, help="peak learning rate, where the size's own is not wanted")
+    lm.add_argument("--schedule", choices=("trapezoid", "cosine"), default="trapezoid")
+    lm.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
+    lm.add_argument("--seed", type=int, default=0)
+    lm.add_argument("--device", default="cpu")
+    lm.add_argument("--checkpoint", type=Path, help="file to save to and resume from (default: PAIR/SIZE.checkpoint)")
+    lm.set_defaults(run=run_train)
+    for command in (bpe, lm):
+        command.add_argument("--pair", type=Path, required=True, help="folder of the pair that is being made")
+        command.add_argument("--validation", nargs="+", default=[], metavar="NAME", help="files never trained on")
+
+
+def run_tokenizer(args: argparse.Namespace) -> None:
+    corpus = read_corpus(args.folder, args.validation)
+    tokenizer = train_tokenizer(corpus.train, args.vocab_size)
+    save_tokenizer(args.pair, tokenizer)
+    text = "".join(corpus.validation)[:200_000]
+    rate = len(text.encode("utf-8")) / max(len(tokenizer.encode(text)), 1)
+    print(f"{args.pair}: {tokenizer.vocab_size} tokens, {rate:.2f} bytes a token on held-out text")
+
+
+def run_train(args: argparse.Namespace) -> None:
+    layers, heads, width, lr = SIZES[args.size]
+    tokenizer = read_tokenizer(args.pair, read_config(args.pair))
+    config = GPTConfig(
+        tokenizer.vocab_size, args.block_size, args.layers or layers, args.heads or heads, args.width or width
+    )
+    recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, lr=args.lr or lr, seed=args.seed)
+    recipe = replace(recipe, context=args.block_size, schedule=args.schedule, precision=args.precision)
+    corpus = read_corpus(args.folder, args.validation)
+    tokens, held_out = (encode_texts(tokenizer, texts) for texts in (corpus.train, corpus.validation))
+    lengths = token_lengths(tokenizer)
+    model = GPT(config)
+    model.reset_parameters(torch.Generator().manual_seed(args.seed))
+    model.to(args.device)
+
+    def validate(model: GPT) -> float:
+        return bits_per_byte(model, held_out, lengths, windows=32)
+
+    checkpoint = args.checkpoint or args.pair / f"{args.size}.checkpoint"
+    with progress(f"training {args.size}", args.batch * args.block_size) as on_step:
+        state = train(model, tokens, recipe, checkpoint=checkpoint, validate=validate, on_step=on_step)
+    final = bits_per_byte(model, held_out, lengths, windows=400)
+    about = {"steps": state.step, "seconds": round(state.seconds), "tokens": state.step * args.batch * args.block_size}
+    save_model(args.pair, args.size, model, training=about | {"bits_per_byte": round(final, 4)})
+    print(f"{args.pair / args.size}.safetensors: {state.step} steps, {final:.3f} bits per byte on held-out text")
+
+
+@contextmanager
+def progress(title: str, tokens_per_step: int) -> Iterator[Callable[[State, float], None]]:
+    """A bar on stderr with loss, bits per byte, tokens/s and time left; a line a minute where there is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}% {task.fields[info]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    console = Console(stderr=True)
+    start, first, said = time.monotonic(), -1, time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=1.0, info="")
+
+        def on_step(state: State, share: float) -> None:
+            nonlocal first, said
+            first = state.step - 1 if first < 0 else first
+            now = time.monotonic()
+            speed = (state.step - first) * tokens_per_step / max(now - start, 1e-9)
+            bits = next((f"{p['bits_per_byte']:.3f} bits/byte " for p in reversed(state.history)), "")
+            info = f"step {state.step} loss {state.loss:.3f} {bits}{speed:,.0f} tokens/s"
+            bar.update(task, completed=share, info=info)
+            if not console.is_terminal and now - said > 60:
+                said = now
+                print(f"{title}: {share:4.0%} {info}", file=console.file, flush=True)
+
+        yield on_step

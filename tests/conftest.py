@@ -1,0 +1,40 @@
+"""Fixtures: the devices at hand, the test pair (with the properties that make it show bugs), the shipped pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from doubles import mean_tv, memory_two_back, mix, random_gpt
+
+from minispec import GPT, Pair, load_pair
+
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append("cuda")
+if torch.backends.mps.is_available():
+    DEVICES.append("mps")
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def two() -> tuple[GPT, GPT]:
+    """Target and draft over three tokens in float64: different enough, and with a memory."""
+    target = random_gpt(1)
+    draft = mix(target, random_gpt(2), 0.2)
+    assert 0.2 <= mean_tv(target, draft) <= 0.6
+    assert memory_two_back(target) >= 0.1
+    assert memory_two_back(draft) >= 0.1
+    return target, draft
+
+
+@pytest.fixture(scope="session")
+def shipped() -> Pair:
+    return load_pair()
