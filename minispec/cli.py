@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     from minispec.train.commands import add_commands  # parsers only; training itself loads when it runs
 
-    add_commands(commands)
+    add_commands(cast(Any, commands))
     return parser
 
 
@@ -71,7 +71,9 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device must be cpu, cuda, mps or auto as far as this machine has it, got {name!r}: {reason}") from None
+        raise ValueError(
+            f"device must be cpu, cuda, mps or auto as far as this machine has it, got {name!r}: {reason}"
+        ) from None
     return device
 
 

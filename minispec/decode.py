@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -67,7 +67,9 @@ def generate(target: LanguageModel, prompt: Any, **options: Any) -> Result | lis
 
 
 @overload
-def speculate(target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[int], **options: Any) -> Result: ...
+def speculate(
+    target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[int], **options: Any
+) -> Result: ...
 @overload
 def speculate(
     target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[Sequence[int]], **options: Any
@@ -150,7 +152,7 @@ def _choose(
     if draft_len is not None:
         tree = Tree.chain(draft_len)
     if hasattr(draft, "begin"):
-        drafter: Drafter = draft
+        drafter = cast(Drafter, draft)
         if tree is not None:
             raise ValueError("tree and draft_len shape a model's draft; this drafter has a shape of its own")
         fallback = "match" if sampling.greedy or drafter.kind == "chosen" else "token"

@@ -116,8 +116,9 @@ class ModelSession:
         tokens[:, 0] = torch.tensor([text[-1] for text in self.texts], device=device)
         q = torch.zeros(B, tree.size, self.model.config.vocab_size, device=device)  # (B, N, V)
         if tree.size > 1:
-            tokens, q = self._chain(tokens, q.to(self.model.dtype) if self.model.dtype == torch.float64 else q,
-                                    depth_limit, rng)
+            tokens, q = self._chain(
+                tokens, q.to(self.model.dtype) if self.model.dtype == torch.float64 else q, depth_limit, rng
+            )
         return Draft(tree, tokens, q if self.sampled else None, self.kind)
 
     def _chain(self, tokens: Tensor, q: Tensor, depth_limit: Sequence[int], rng: Rng) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -127,15 +127,13 @@ class Randomness:
     def __init__(self, seed: int | Sequence[int] | None = None, rows: int = 1) -> None:
         if seed is None:
             seed = secrets.randbits(63)
-        given = [seed] if isinstance(seed, int) else list(seed) if isinstance(seed, (list, tuple)) else [None]
+        wrong = f"seed must be an integer, or {rows} integers (one a row), got {seed!r}"
+        given: list[Any] = list(seed) if isinstance(seed, (list, tuple)) else [seed]
         if any(isinstance(key, bool) or not isinstance(key, int) for key in given):
-            raise TypeError(f"seed must be an integer, or {rows} integers (one a row), got {seed!r}")
-        if isinstance(seed, int):
-            keys = given + [mix(seed, row) for row in range(1, rows)]
-        elif len(given) == rows:
-            keys = given
-        else:
-            raise ValueError(f"seed must be an integer, or {rows} integers (one a row), got {seed!r}")
+            raise TypeError(wrong)
+        keys = given if isinstance(seed, (list, tuple)) else given + [mix(given[0], row) for row in range(1, rows)]
+        if len(keys) != rows:
+            raise ValueError(wrong)
         self.keys = keys
         self._generator = torch.Generator().manual_seed(mix(keys[0], rows))
         self._keyed = torch.Generator()

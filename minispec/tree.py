@@ -52,9 +52,9 @@ class Tree:
     @staticmethod
     def from_parents(parents: Sequence[int] | Sequence[Sequence[int]]) -> Tree:
         """From parents (N,) for all rows, or (B, N) a row, breadth-first, the root's being -1."""
-        if len(parents) and isinstance(parents[0], int):
+        if any(isinstance(parent, int) for parent in parents):
             return Tree((tuple(parents),))  # type: ignore[arg-type]
-        return Tree(tuple(tuple(row) for row in parents))  # type: ignore[union-attr]
+        return Tree(tuple(tuple(row) for row in parents))  # type: ignore[arg-type]
 
     @property
     def size(self) -> int:

@@ -83,7 +83,7 @@ def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> 
         path.append(torch.where(alive, node, -1))
         if _nobody(alive):
             break
-    return torch.stack(path, 1), emitted
+    return torch.stack(path[: tree.max_depth + 1], 1), emitted
 
 
 def _nobody(alive: Tensor) -> bool:
@@ -113,7 +113,8 @@ class Rule:
         """Path (B, D+1) padded with -1 and next token (B,), for a chain rule as for a tree rule."""
         if self.tree is not None:
             return self.tree(p, q, tokens, tree, rng)
-        assert self.chain is not None and q is not None
+        assert self.chain is not None
+        assert q is not None
         accepted, emitted = self.chain(p, q[:, 1:], tokens[:, 1:], rng)
         nodes = torch.arange(tree.size, device=p.device)  # (N,)
         return torch.where(nodes <= accepted[:, None], nodes, -1), emitted

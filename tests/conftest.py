@@ -16,7 +16,7 @@ if torch.backends.mps.is_available():
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    torch.set_num_threads(1)  # the test models are tiny
 
 
 @pytest.fixture(params=DEVICES)

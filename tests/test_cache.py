@@ -255,10 +255,10 @@ def test_overflow_and_nonsense_are_errors_that_change_nothing() -> None:
     assert cache.lengths == [5]
     with pytest.raises(ValueError, match="batch and capacity must be >= 1"):
         KVCache(model.config, 0, 4)
+    full = cache_for(model)
+    model(tokens_of(8), full)
     with pytest.raises(ValueError, match="8 cached \\+ 1 new positions exceed block_size 8"):
-        wide = cache_for(model)
-        model(tokens_of(8), wide)
-        model(tokens_of(1), wide)
+        model(tokens_of(1), full)
 
 
 def test_nothing_is_allocated_while_decoding() -> None:

@@ -24,7 +24,8 @@ def bits_per_byte(model: GPT, tokens: Tensor, lengths: Tensor, windows: int | No
     """Mean code length of `tokens` (n,) in bits per byte of their text.
 
     Slides a window of block_size by half its length, so that each token but the first few has at least half a
-    context before it; `windows` evenly spread ones where all would take too long. Raises `ValueError` for fewer than two tokens.
+    context before it (a rest of less than half a window is left out); `windows` evenly spread ones where all would
+    take too long. Raises `ValueError` for fewer than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"tokens: need at least 2 to predict one, got {len(tokens)}")

@@ -144,7 +144,7 @@ def train(
 
 def record(state: State, recipe: Recipe, bits_per_byte: float | None) -> None:
     """Add a point to the curve."""
-    point = {"step": state.step, "tokens": state.step * recipe.batch * recipe.context}
+    point: dict[str, float] = {"step": state.step, "tokens": state.step * recipe.batch * recipe.context}
     point |= {"seconds": round(state.seconds, 1), "loss": round(state.loss, 4)}
     if bits_per_byte is not None:
         point["bits_per_byte"] = round(bits_per_byte, 4)
@@ -160,7 +160,7 @@ def _progress(state: State, recipe: Recipe) -> float:
 
 def save_checkpoint(path: Path, model: GPT, optimizer: torch.optim.Optimizer, state: State, recipe: Recipe) -> None:
     """Write weights, moments and state, atomically."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     for parameter, moments in optimizer.state.items():
         for key in ("exp_avg", "exp_avg_sq", "step"):

@@ -1,0 +1,198 @@
+"""Files: what is saved is what is loaded, and damaged files are refused by name (cases 19, 25, 26)."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_tokenizer import BYTES, PATTERN, SPECIAL, Tokenizer
+
+from minispec import GPT, GPTConfig, Pair, load_pair
+from minispec.files import sha256, write_text
+from minispec.pair import save_model, save_tokenizer
+
+END = {next(iter(SPECIAL)): 256}
+
+
+def small(seed: int, vocab: int = 257, block: int = 8) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(vocab, block, 1, 2, 8))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("a pair – with spaces")
+    save_tokenizer(root, Tokenizer(BYTES, PATTERN, END))
+    save_model(root, "target", small(1), training={"steps": 3})
+    save_model(root, "draft", small(2), dtype=torch.float32)
+    return root
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "pair")
+    return tmp_path / "pair"
+
+
+def test_round_trip(made: Path) -> None:
+    pair = load_pair(made)
+    for name, weight in small(2).state_dict().items():
+        assert torch.equal(pair.draft.state_dict()[name], weight)
+    for name, weight in small(1).state_dict().items():  # saved in bfloat16, loaded as float32
+        assert torch.equal(pair.target.state_dict()[name], weight.bfloat16().float())
+    assert pair.target.end_of_text == pair.draft.end_of_text == 256
+    assert pair.tokenizer.encode("a") == [97]
+    assert not pair.target.training
+    assert load_pair(made, dtype=torch.float64).target.dtype == torch.float64
+    assert json.loads((made / "config.json").read_text())["target"]["training"] == {"steps": 3}
+    assert {p.name for p in made.iterdir()} == {
+        "config.json",
+        "tokenizer.tiktoken",
+        "target.safetensors",
+        "draft.safetensors",
+    }
+
+
+class Bomb:
+    def __reduce__(self):  # type: ignore[no-untyped-def]
+        return (Path.touch, (Path("executed"),))
+
+
+def flip_last_byte(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "pickle": lambda data: pickle.dumps(Bomb()),
+    "one byte short": lambda data: data[:-1],
+    "one byte more": lambda data: data + b"\0",
+    "empty": lambda data: b"",
+    "LFS pointer": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    "HTML page": lambda data: b"<!DOCTYPE html><html></html>",
+    "one flipped data byte": flip_last_byte,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("file", ["target.safetensors", "draft.safetensors", "tokenizer.tiktoken"])
+def test_case_25_damaged_files_are_refused_by_name(
+    copy: Path, file: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copy)
+    path = copy / file
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{file}: damaged or another file: .*fetch the file again"):
+        load_pair(copy)
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("damage", [d for d in DAMAGE if d != "one flipped data byte"])
+def test_case_25_damage_with_a_matching_checksum_is_refused_too(copy: Path, damage: str) -> None:
+    path = copy / "draft.safetensors"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    rehash(copy)
+    with pytest.raises(ValueError, match=r"draft\.safetensors: (not a safetensors file|tensor)"):
+        load_pair(copy)
+
+
+@pytest.mark.parametrize("damage", [d for d in DAMAGE if d != "one flipped data byte"])
+def test_case_25_a_damaged_config_is_refused(copy: Path, damage: str) -> None:
+    path = copy / "config.json"
+    path.write_bytes(DAMAGE[damage](path.read_bytes().rstrip()))
+    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
+        load_pair(copy)
+
+
+@pytest.mark.parametrize("file", ["target.safetensors", "draft.safetensors", "tokenizer.tiktoken", "config.json"])
+def test_case_25_a_missing_file_is_named(copy: Path, file: str) -> None:
+    (copy / file).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{file}: no such file; fetch"):
+        load_pair(copy)
+
+
+def rehash(root: Path) -> None:
+    config = json.loads((root / "config.json").read_text())
+    config["sha256"] = {name: sha256(root / name) for name in config["sha256"]}
+    (root / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("ln_f.bias"), r"tensor 'ln_f.bias' is missing, config.json asks for \(8,\)"),
+        (lambda t: t.update(extra=torch.zeros(2)), r"tensor 'extra' is \(2,\), config.json asks for no such tensor"),
+        (
+            lambda t: t.update({"ln_f.bias": torch.zeros(9)}),
+            r"tensor 'ln_f.bias' is \(9,\), config.json asks for \(8,\)",
+        ),
+    ],
+)
+def test_case_25_wrong_tensors_are_named(copy: Path, change: Callable, message: str) -> None:  # type: ignore[type-arg]
+    tensors = load_file(str(copy / "draft.safetensors"))
+    change(tensors)
+    save_file(tensors, str(copy / "draft.safetensors"))
+    rehash(copy)
+    with pytest.raises(ValueError, match=r"draft\.safetensors: " + message):
+        load_pair(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["draft"].update(n_layer=2), r"draft\.safetensors: tensor 'h\.1\."),
+        (lambda c: c["draft"].update(n_layer="2"), r"config\.json: section 'draft': n_layer must be an integer"),
+        (
+            lambda c: c["draft"].pop("n_head"),
+            r"config\.json: section 'draft': n_head must be an integer >= 1, got None",
+        ),
+        (lambda c: c.pop("target"), r"config\.json: has no section 'target'"),
+        (lambda c: c["sha256"].pop("draft.safetensors"), r"config\.json: has no checksum for draft\.safetensors"),
+        (
+            lambda c: c.update(format="minispec-pair-9"),
+            r"config\.json: format is 'minispec-pair-9', this version reads",
+        ),
+    ],
+)
+def test_case_25_a_config_that_disagrees(copy: Path, change: Callable, message: str) -> None:  # type: ignore[type-arg]
+    config = json.loads((copy / "config.json").read_text())
+    change(config)
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_pair(copy)
+
+
+def test_case_19_models_and_tokenizer_must_share_a_vocabulary(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(BYTES, PATTERN, END)
+    with pytest.raises(ValueError, match="draft's vocab_size is 300, the target's 257"):
+        Pair(small(1), small(2, vocab=300), tokenizer)
+    with pytest.raises(ValueError, match="tokenizer has 257 tokens, the models' vocab_size is 300"):
+        Pair(small(1, vocab=300), small(2, vocab=300), tokenizer)
+    with pytest.raises(ValueError, match="draft's block_size is 4, the target's 8"):
+        Pair(small(1), small(2, block=4), tokenizer)
+    save_tokenizer(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match="tokenizer has 257 tokens, the model's vocab_size is 300"):
+        save_model(tmp_path, "draft", small(1, vocab=300))
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    from minispec.files import atomic
+
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), atomic(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_case_26_the_shipped_pair_loads(shipped: Pair) -> None:
+    assert shipped.target.config.vocab_size == shipped.tokenizer.vocab_size
+    ratio = sum(p.numel() for p in shipped.target.parameters()) / sum(p.numel() for p in shipped.draft.parameters())
+    assert 10 <= ratio <= 50

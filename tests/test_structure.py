@@ -1,0 +1,98 @@
+"""The shape of the code: sizes, imports, layering."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "minispec"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LAYERS = {  # what each core module may import of the package; the list of the design
+    "cache": set(),
+    "sampling": set(),
+    "tree": set(),
+    "model": {"cache"},
+    "verify": {"sampling", "tree"},
+    "drafters": {"cache", "model", "sampling", "tree"},
+    "result": set(),
+    "tokenizer": set(),
+    "files": set(),
+    "inputs": {"model"},
+    "decode": {"cache", "drafters", "inputs", "model", "result", "sampling", "tree", "verify"},
+    "pair": {"files", "inputs", "model", "tokenizer"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("minispec."):
+            found.add(str(node.module).removeprefix("minispec."))
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_module_over_350_lines_and_no_function_over_45(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert source.count("\n") <= 350
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            doc = ast.get_docstring(node, clean=False)
+            lines = (node.end_lineno or 0) - node.lineno + 1 - (doc.count("\n") + 1 if doc else 0)
+            assert lines <= 45, f"{node.name}: {lines} lines"
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_arrows_point_down(name: str) -> None:
+    assert imports(PACKAGE / f"{name}.py") <= LAYERS[name]
+
+
+def test_the_core_has_no_import_cycle() -> None:
+    seen: list[str] = []
+
+    def visit(name: str, path: tuple[str, ...] = ()) -> None:
+        assert name not in path, f"cycle: {' -> '.join([*path, name])}"
+        if name not in seen and (PACKAGE / f"{name.replace('.', '/')}.py").exists():
+            for other in imports(PACKAGE / f"{name.replace('.', '/')}.py"):
+                visit(other, (*path, name))
+            seen.append(name)
+
+    for path in MODULES:
+        visit(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+
+
+def test_the_core_is_read_in_one_sitting() -> None:
+    lines = 0
+    for name in LAYERS:
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):  # code lines: without docstrings, comments and blank lines
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+                node.body = node.body[1:] or [ast.Pass()]
+        lines += len([line for line in ast.unparse(tree).splitlines() if line.strip()])
+    assert lines <= 1200
+
+
+def test_importing_the_package_loads_no_luxury() -> None:
+    code = (
+        "import sys, minispec; "
+        "print([m for m in ('rich', 'scipy', 'matplotlib', 'rustbpe', 'pytest', 'minispec.train', 'minispec.lab') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    import minispec
+
+    for name in minispec.__all__:
+        item = getattr(minispec, name)
+        if callable(item):
+            assert item.__doc__, name
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree), path.name
