@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 from doubles import mean_tv, memory_two_back, mix, random_gpt
@@ -38,3 +40,13 @@ def two() -> tuple[GPT, GPT]:
 @pytest.fixture(scope="session")
 def shipped() -> Pair:
     return load_pair()
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here needs a network, and nothing gets one."""
+
+    def refuse(self: socket.socket, address: object) -> None:
+        raise AssertionError(f"the network was used: {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)

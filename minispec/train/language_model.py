@@ -127,7 +127,8 @@ def train(
             value = loss.item()
             state.loss = value if math.isnan(state.loss) else 0.98 * state.loss + 0.02 * value
             state.step += 1
-            state.seconds += time.monotonic() - start
+            spent = time.monotonic() - start  # of a process that was stopped meanwhile, no more than some steps' worth
+            state.seconds += min(spent, 20 * state.seconds / state.step) if state.step > 20 else spent
             if state.step % recipe.validate_every == 0:
                 record(state, recipe, validate(model) if validate else None)
             if on_step is not None:
