@@ -20,6 +20,8 @@ from minispec.model import GPT
 from minispec.pair import Pair, load_pair
 from minispec.result import Result, Stats, Step, summarise
 from minispec.sampling import Sampling
+from minispec.train import commands as train_commands
+from minispec.train import draft_commands
 from minispec.verify import RULES
 
 REPEATS = 5  # of each side under --compare
@@ -37,9 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minispec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands)
-    from minispec.train.commands import add_commands  # parsers only; training itself loads when it runs
-
-    add_commands(cast(Any, commands))
+    commands_of = cast(Any, commands)
+    train_commands.add_commands(commands_of)
+    draft_commands.add_commands(commands_of)
     return parser
 
 

@@ -15,17 +15,13 @@ from safetensors.torch import save_file
 from minispec import GPT, GPTConfig
 from minispec.cli import main
 from minispec.pair import load_pair
+from minispec.train.checkpoint import load_checkpoint, model_from_checkpoint
 from minispec.train.data import batch_at, read_corpus
 from minispec.train.evaluate import bits_per_byte
+from minispec.train.fit import advance, make_optimizer
 from minispec.train.grow import deepen, widen
-from minispec.train.language_model import (
-    Recipe,
-    State,
-    load_checkpoint,
-    make_optimizer,
-    model_from_checkpoint,
-    train,
-)
+from minispec.train.language_model import train
+from minispec.train.recipe import Recipe, State
 
 TEXT = "The fox said to the crow: sing to me. And the crow sang to the fox, and the cheese fell. "
 RECIPE = Recipe(steps=30, batch=4, context=16, lr=3e-3, warmup=5, validate_every=10)
@@ -199,3 +195,11 @@ def test_from_text_to_a_pair_that_generates(tmp_path: Path, capsys: pytest.Captu
     assert "8 tokens," in out
     assert main(["train", folder, "--size", "draft", "--width", "24", "--steps", "9", *shape]) == 2  # another shape
     assert "draft.checkpoint: holds" in capsys.readouterr().err
+
+
+def test_the_time_a_process_was_stopped_is_not_spent() -> None:
+    state = State(step=100, seconds=10.0, loss=1.0)
+    advance(state, 1.0, 600.0)
+    assert state.seconds == pytest.approx(12.0)
+    advance(state, 1.0, 0.2)
+    assert state.seconds == pytest.approx(12.2)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minispec.model import GPT, GPTConfig
 from minispec.pair import read_config, read_tokenizer, save_model, save_tokenizer
 from minispec.train.bpe import train_tokenizer
 from minispec.train.data import encode_texts, read_corpus
 from minispec.train.evaluate import bits_per_byte, token_lengths
-from minispec.train.language_model import Recipe, State, train
+from minispec.train.language_model import train
+from minispec.train.progress import progress
+from minispec.train.recipe import Metrics, Recipe
 
 SIZES = {  # layers, heads, width, peak learning rate
     "target": (8, 8, 512, 6e-4),
@@ -78,8 +75,8 @@ def run_train(args: argparse.Namespace) -> None:
     model.reset_parameters(torch.Generator().manual_seed(args.seed))
     model.to(args.device)
 
-    def validate(model: GPT) -> float:
-        return bits_per_byte(model, held_out, lengths, windows=32)
+    def validate(model: GPT) -> Metrics:
+        return {"bits_per_byte": bits_per_byte(model, held_out, lengths, windows=32)}
 
     checkpoint = args.checkpoint or args.pair / f"{args.size}.checkpoint"
     with progress(f"training {args.size}", args.batch * args.block_size) as on_step:
@@ -88,32 +85,3 @@ def run_train(args: argparse.Namespace) -> None:
     about = {"steps": state.step, "seconds": round(state.seconds), "tokens": state.step * args.batch * args.block_size}
     save_model(args.pair, args.size, model, training=about | {"bits_per_byte": round(final, 4)})
     print(f"{args.pair / args.size}.safetensors: {state.step} steps, {final:.3f} bits per byte on held-out text")
-
-
-@contextmanager
-def progress(title: str, tokens_per_step: int) -> Iterator[Callable[[State, float], None]]:
-    """A bar on stderr with loss, bits per byte, tokens/s and time left; a line a minute where there is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}% {task.fields[info]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    console = Console(stderr=True)
-    start, first, said = time.monotonic(), -1, time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=1.0, info="")
-
-        def on_step(state: State, share: float) -> None:
-            nonlocal first, said
-            first = state.step - 1 if first < 0 else first
-            now = time.monotonic()
-            speed = (state.step - first) * tokens_per_step / max(now - start, 1e-9)
-            bits = next((f"{p['bits_per_byte']:.3f} bits/byte " for p in reversed(state.history)), "")
-            info = f"step {state.step} loss {state.loss:.3f} {bits}{speed:,.0f} tokens/s"
-            bar.update(task, completed=share, info=info)
-            if not console.is_terminal and now - said > 60:
-                said = now
-                print(f"{title}: {share:4.0%} {info}", file=console.file, flush=True)
-
-        yield on_step

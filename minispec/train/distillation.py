@@ -1,0 +1,132 @@
+"""Teach a draft to say what its target will say.
+
+The probability that a draft token is accepted is sum(min(p, q)) = 1 - TV(p, q) (2211.17192), so total variation
+is the true objective and the divergences are proxies (DistillSpec, 2310.08461). TV alone trains badly from
+scratch, its gradient being zero wherever p > q is not in doubt, so it finishes what forward KL began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minispec.decode import generate
+from minispec.model import GPT
+from minispec.sampling import Sampling
+from minispec.train.fit import fit
+from minispec.train.recipe import Metrics, Recipe, State
+
+FINISH = 0.35  # share of a "fkl+tv" run that is spent on total variation
+
+
+def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum(min(p, q)): (..., V), (..., V) -> (...)."""
+    return torch.minimum(log_p, log_q).exp().sum(-1)
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) = sum p log(p / q): covers all that the target may say."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q || p) = sum q log(q / p): says only what the target may say."""
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """TV(p, q) = 1 - sum min(p, q): the rejection rate itself."""
+    return 1 - acceptance(log_p, log_q)
+
+
+def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-log sum min(p, q): weighs contexts by 1 / acceptance (LK losses, 2602.23881)."""
+    return -acceptance(log_p, log_q).log()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "fkl": forward_kl,
+    "rkl": reverse_kl,
+    "tv": total_variation,
+    "nla": log_acceptance,
+}
+NAMES = (*LOSSES, "fkl+tv")
+
+
+def loss_at(name: str, progress: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of that name at that share of the run; "fkl+tv" changes over for its finish."""
+    if name == "fkl+tv":
+        name = "tv" if progress >= 1 - FINISH else "fkl"
+    if name not in LOSSES:
+        raise ValueError(f"loss must be one of {', '.join(NAMES)}, got {name!r}")
+    return LOSSES[name]
+
+
+def own_samples(target: GPT, start: list[int], rows: int, length: int, seed: int) -> Tensor:
+    """Text of the target's own, sampled at T = 1: (rows, length) ids that begin with `start`."""
+    results = generate(
+        target, [start] * rows, max_new_tokens=length - len(start), sampling=Sampling(), stop=(), seed=seed
+    )
+    return torch.tensor([start + result.tokens for result in results])
+
+
+def self_batches(
+    target: GPT, start: list[int], batch: int, seed: int, rows: int = 32, reuse: int = 4
+) -> Callable[[int], Tensor]:
+    """Batches (batch, block_size) of the target's own samples, by step: no corpus is needed.
+
+    Each round of `rows` fresh samples serves for `reuse` epochs, mixed with those of some rounds before.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rounds: list[Tensor] = []
+    steps = max(reuse * rows // batch, 1)
+
+    def batch_of(step: int) -> Tensor:
+        if step % steps == 0 or not rounds:
+            rounds.append(own_samples(target, start, rows, target.config.block_size, seed + 1 + step))
+            del rounds[:-8]
+        pool = torch.cat(rounds)
+        return pool[torch.randint(len(pool), (batch,), generator=generator)]
+
+    return batch_of
+
+
+@torch.no_grad()
+def measure(target: GPT, draft: GPT, held_out: Tensor, batch: int = 8) -> Metrics:
+    """Acceptance at T = 1 (mean of sum min(p, q)) and at T = 0 (how often both likeliest tokens are one).
+
+    Means over all places of held_out (rows, T) as contexts.
+    """
+    total, same, count = 0.0, 0.0, 0
+    for rows in torch.split(held_out, batch):
+        log_p, log_q = (m(rows.to(m.device)).float().log_softmax(-1) for m in (target, draft))
+        total += float(acceptance(log_p, log_q).sum())
+        same += float((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        count += rows.numel()
+    return {"acceptance": total / count, "agreement": same / count}
+
+
+def distil(
+    target: GPT, draft: GPT, batches: Callable[[int], Tensor], recipe: Recipe, loss: str = "fkl+tv", **options: Any
+) -> State:
+    """Train `draft` in place to agree with `target`, which stays as it is.
+
+    batches: step -> ids (b, T). loss: one of `NAMES`. Options and result as for `fit.fit`; with
+    `validate=lambda draft: measure(target, draft, held_out)` the curve shows acceptance. Raises `ValueError` for an
+    unknown loss.
+    """
+    loss_at(loss, 0.0)
+
+    def objective(draft: GPT, step: int, progress: float) -> Tensor:
+        ids = batches(step).to(draft.device)  # (b, T)
+        with recipe.autocast(draft.device):
+            with torch.no_grad():
+                p = target(ids)  # (b, T, V)
+            q = draft(ids)
+        log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+        return loss_at(loss, progress)(log_p, log_q).mean()
+
+    return fit(draft, objective, recipe, **options)

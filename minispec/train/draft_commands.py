@@ -1,0 +1,157 @@
+"""`minispec distill` and `minispec eval`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from minispec.model import GPT, GPTConfig
+from minispec.pair import Pair, load_pair, save_model, weights_folder
+from minispec.train.alignment import RANKS, Alignment, align, decode_prompts
+from minispec.train.data import batch_at, encode_texts, read_corpus
+from minispec.train.distillation import NAMES, distil, measure, own_samples, self_batches
+from minispec.train.evaluate import bits_per_byte, token_lengths
+from minispec.train.progress import progress
+from minispec.train.recipe import Metrics, Recipe
+
+PARAGRAPH = "\n\n"  # where a target's own samples begin
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare both commands."""
+    distill = commands.add_parser("distill", help="teach a draft to say what its target will say")
+    distill.add_argument(
+        "--data", required=True, help="'self' (the target's own samples, no corpus) or a folder of *.txt"
+    )
+    distill.add_argument("--loss", choices=NAMES, default="fkl+tv", help="default fkl+tv: forward KL, then TV")
+    budget = distill.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--minutes", type=float, help="time budget, over all runs of one checkpoint")
+    budget.add_argument("--steps", type=int, help="number of steps")
+    distill.add_argument("--fresh", action="store_true", help="start from a random draft, not from the pair's")
+    distill.add_argument("--layers", type=int, default=2, help="of a fresh draft (default 2)")
+    distill.add_argument("--heads", type=int, default=4, help="of a fresh draft (default 4)")
+    distill.add_argument("--width", type=int, default=128, help="of a fresh draft (default 128)")
+    distill.add_argument("--batch", type=int, default=4, help="windows a step (default 4)")
+    distill.add_argument("--lr", type=float, help="peak learning rate (default 4e-3 fresh, 1e-3 otherwise)")
+    distill.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
+    distill.add_argument("--seed", type=int, default=0)
+    distill.add_argument("--validation", nargs="+", default=[], metavar="NAME", help="files never trained on")
+    distill.add_argument("--out", type=Path, metavar="DIR", help="save the pair with its new draft here")
+    distill.add_argument("--checkpoint", type=Path, help="file to save to and resume from")
+    distill.set_defaults(run=run_distill)
+    evaluate = commands.add_parser("eval", help="bits per byte, acceptance and tokens per pass on text files")
+    evaluate.add_argument("files", type=Path, nargs="+", metavar="FILE", help="text files (UTF-8), a row each")
+    evaluate.add_argument("--draft-len", type=int, default=5, metavar="K", help="chain of the decoding run (default 5)")
+    evaluate.add_argument("--windows", type=int, default=64, help="windows a file for the laws (default 64)")
+    evaluate.add_argument("--prompts", type=int, default=32, help="prompts a file for decoding (default 32; 0: none)")
+    evaluate.add_argument("--draft", default="draft", metavar="NAME", help="another draft file of the pair")
+    evaluate.set_defaults(run=run_eval)
+    for command in (distill, evaluate):
+        command.add_argument("--pair", type=Path, metavar="DIR", help="folder of another pair than the shipped one")
+        command.add_argument("--device", default="cpu")
+
+
+def run_distill(args: argparse.Namespace) -> None:
+    pair = load_pair(args.pair, device=args.device)
+    target, draft = pair.target, pair.draft
+    block = target.config.block_size
+    if args.fresh:
+        draft = GPT(GPTConfig(target.config.vocab_size, block, args.layers, args.heads, args.width))
+        draft.reset_parameters(torch.Generator().manual_seed(args.seed))
+        draft.to(args.device)
+    recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, context=block, seed=args.seed)
+    lr = args.lr or (4e-3 if args.fresh else 1e-3)
+    recipe = replace(recipe, lr=lr, warmup=50, decay=0.5, validate_every=50, precision=args.precision)
+    if args.data == "self":
+        start = pair.tokenizer.encode(PARAGRAPH)
+        held_out = own_samples(target, start, 16, block, args.seed)
+        batches = self_batches(target, start, args.batch, args.seed)
+    else:
+        corpus = read_corpus(Path(args.data), args.validation)
+        tokens, held_out = (encode_texts(pair.tokenizer, texts) for texts in (corpus.train, corpus.validation))
+        held_out = spread(held_out, block, 16)
+
+        def batches(step: int) -> Tensor:
+            return batch_at(tokens, step, args.batch, block, args.seed)[0]
+
+    def validate(draft: GPT) -> Metrics:
+        return measure(target, draft, held_out)
+
+    first = validate(draft)
+    with progress(f"distilling ({args.loss})", args.batch * block) as on_step:
+        state = distil(
+            target, draft, batches, recipe, args.loss,
+            checkpoint=args.checkpoint, validate=validate, on_step=on_step,
+        )  # fmt: skip
+    for name, value in validate(draft).items():
+        print(f"{name}: {first[name]:.3f} before, {value:.3f} after {state.step} steps in {state.seconds:.0f} s")
+    if args.out is not None:
+        save_pair(args.out, args.pair, draft, {"loss": args.loss, "data": "self" if args.data == "self" else "text"})
+
+
+def save_pair(out: Path, source: Path | None, draft: GPT, about: dict[str, str]) -> None:
+    """A copy of the pair in `source` with this draft."""
+    if not out.exists() or not out.samefile(source or weights_folder()):
+        out.mkdir(parents=True, exist_ok=True)
+        for file in sorted((source or weights_folder()).iterdir()):
+            if file.suffix in (".json", ".tiktoken", ".safetensors", ".txt"):
+                shutil.copyfile(file, out / file.name)
+    save_model(out, "draft", draft, training=about)
+    print(f"saved: {out}")
+
+
+def spread(tokens: Tensor, length: int, rows: int) -> Tensor:
+    """At most `rows` windows (rows, length), evenly spread. ValueError when there is not even one."""
+    if len(tokens) < length:
+        raise ValueError(f"the text has {len(tokens)} tokens, too few for one window of {length}")
+    rows = min(rows, len(tokens) // length)
+    starts = [i * (len(tokens) - length) // max(rows - 1, 1) for i in range(rows)]
+    return torch.stack([tokens[start : start + length] for start in starts])
+
+
+def run_eval(args: argparse.Namespace) -> None:
+    pair = load_pair(args.pair, device=args.device, draft=args.draft)
+    table = Table(title=f"K = {args.draft_len}; acceptance, agreement, KL and ranks over contexts of the text, T = 1")
+    for name in (
+        "file",
+        "target bits/byte",
+        "draft bits/byte",
+        "acceptance",
+        "agreement",
+        "KL",
+        "tokens/pass T=1",
+        "T=0",
+    ):
+        table.add_column(name, justify="left" if name == "file" else "right")
+    found = []
+    for file in args.files:
+        text = file.read_text(encoding="utf-8")
+        tokens = torch.tensor(pair.tokenizer.encode(text))
+        found.append(evaluate_text(pair, tokens, args, table, file.stem))
+    console = Console(width=None if Console().is_terminal else 140)
+    console.print(table)
+    weights = [a.contexts for a in found]
+    by_rank = [sum(a.by_rank[j] * w for a, w in zip(found, weights, strict=True)) / sum(weights) for j in range(RANKS)]
+    console.print("acceptance by child rank of a top-k tree: " + " ".join(f"{a:.3f}" for a in by_rank))
+
+
+def evaluate_text(pair: Pair, tokens: Tensor, args: argparse.Namespace, table: Table, name: str) -> Alignment:
+    """Add a row to the table; return the alignment."""
+    block, lengths = pair.target.config.block_size, token_lengths(pair.tokenizer)
+    windows = spread(tokens, block, args.windows)
+    laws = align(pair.target, pair.draft, windows)
+    bits = [bits_per_byte(m, tokens, lengths, windows=args.windows) for m in (pair.target, pair.draft)]
+    row = [f"{bits[0]:.3f}", f"{bits[1]:.3f}", f"{laws.acceptance:.3f}", f"{laws.agreement:.3f}", f"{laws.kl:.3f}"]
+    for temperature in (1.0, 0.0) if args.prompts else ():
+        prompts = spread(tokens, block // 8, args.prompts).tolist()
+        decoded = decode_prompts(pair.target, pair.draft, prompts, temperature, args.draft_len)
+        row.append(f"{decoded.tokens_per_pass:.2f} ({decoded.new_tokens:,})")
+    table.add_row(name, *row)
+    return laws
