@@ -129,4 +129,4 @@ def distil(
         log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
         return loss_at(loss, progress)(log_p, log_q).mean()
 
-    return fit(draft, objective, recipe, **options)
+    return fit(draft.requires_grad_(True), objective, recipe, **options)  # a loaded draft is frozen
