@@ -1,9 +1,11 @@
 """minispec: speculative decoding, minimal, readable and proved lossless."""
 
+import minispec.advanced  # noqa: F401 - names its rules
 from minispec.cache import KVCache
 from minispec.decode import generate, speculate, stream
-from minispec.drafters import Draft, Drafter, ModelDrafter, NGramDrafter
+from minispec.drafters import Draft, Drafter, EarlyExitDrafter, ModelDrafter
 from minispec.model import GPT, GPTConfig
+from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair
 from minispec.result import Result, Stats, Step
 from minispec.sampling import Randomness, Rng, Sampling
@@ -18,6 +20,7 @@ __all__ = [
     "RULES",
     "Draft",
     "Drafter",
+    "EarlyExitDrafter",
     "GPTConfig",
     "KVCache",
     "ModelDrafter",

@@ -15,8 +15,9 @@ import torch
 
 from minispec import __version__
 from minispec.decode import DEFAULT_DRAFT_LEN, generate, speculate, stream
-from minispec.drafters import Drafter, NGramDrafter
+from minispec.drafters import Drafter
 from minispec.model import GPT
+from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair
 from minispec.result import Result, Stats, Step, summarise
 from minispec.sampling import Sampling

@@ -83,7 +83,7 @@ def speculate(target: LanguageModel, draft: Any, prompt: Any, **options: Any) ->
     sampling: `Sampling(temperature, top_k, top_p)`, default temperature 1.
     tree or draft_len: shape of a model's draft, default `Tree.chain(4)`. (A `Drafter` has its own.)
     rule: name of a rule in `verify.RULES`, or a `Rule`. Default: "match" for greedy decoding and for chosen
-        candidates, "token" for a sampled chain.
+        candidates, else "token" for a chain and "rrs" for a tree. A model fills its tree as the rule needs it.
     stop: token ids that end a row; default the target's end-of-text id where it has one.
     seed: an integer, one a row, or None for a fresh one; or `rng`, any object with `flip` and `pick`.
 
@@ -155,16 +155,24 @@ def _choose(
         drafter = cast(Drafter, draft)
         if tree is not None:
             raise ValueError("tree and draft_len shape a model's draft; this drafter has a shape of its own")
-        fallback = "match" if sampling.greedy or drafter.kind == "chosen" else "token"
-        found = find_rule(fallback if rule is None else rule)
+        found = find_rule(default_rule(sampling, drafter.kind) if rule is None else rule)
     elif hasattr(draft, "config"):
         check_models(target, draft)
-        found = find_rule(("match" if sampling.greedy else "token") if rule is None else rule)
-        drafter = ModelDrafter(draft, Tree.chain(DEFAULT_DRAFT_LEN) if tree is None else tree, found.how)
+        tree = Tree.chain(DEFAULT_DRAFT_LEN) if tree is None else tree
+        kind = "chain" if tree.is_chain else "without"
+        found = find_rule(default_rule(sampling, kind) if rule is None else rule)
+        drafter = ModelDrafter(draft, tree, found.how)
     else:
         raise TypeError(f"draft must be a GPT or a Drafter, got {type(draft).__name__}")
     check_kind(found, drafter.kind)
     return drafter, found
+
+
+def default_rule(sampling: Sampling, kind: str) -> str:
+    """The rule for a draft of this kind where none is asked for."""
+    if sampling.greedy or kind == "chosen":
+        return "match"
+    return {"chain": "token", "without": "rrs", "iid": "specinfer", "coupled": "coupled"}.get(kind, "match")
 
 
 def _collect(plan: Plan, one: bool) -> Result | list[Result]:
@@ -202,6 +210,7 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
             prefilled = True
             here = Shifted(rng, [len(row.tokens) - 1 for row in rows])
             draft = session.propose([row.new for row in rows], [row.depth_limit for row in rows], here)
+            check_kind(plan.rule, draft.kind)
             p = _score(target, cache, draft, plan.sampling)
             path, token = plan.rule.verify(p, draft.q, draft.tokens, draft.tree, here)
             host = torch.cat([path, token[:, None], draft.tokens], 1).tolist()  # the one wait for the device
@@ -209,8 +218,8 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
             cache.keep(paths, draft.tree.size)
             session.commit(paths)
             steps = [
-                _emit(row, draft.tree, kept, line[path.shape[1]], line[path.shape[1] + 1 :], plan.stop)
-                for row, kept, line in zip(rows, paths, host, strict=True)
+                _emit(row, draft.tree.of_row(i), paths[i], line[path.shape[1]], line[path.shape[1] + 1 :], plan.stop)
+                for i, (row, line) in enumerate(zip(rows, host, strict=True))
             ]
             done = [(row.index, step) for row, step in zip(rows, steps, strict=True)]
             going = [i for i, step in enumerate(steps) if step.finish_reason is None]
@@ -232,7 +241,9 @@ def _score(target: LanguageModel, cache: KVCache, draft: Draft, sampling: Sampli
     return sampling.probs(logits, "target")
 
 
-def _emit(row: Row, tree: Tree, path: list[int], token: int, nodes: list[int], stop: frozenset[int]) -> Step:
+def _emit(
+    row: Row, parents: tuple[int, ...], path: list[int], token: int, nodes: list[int], stop: frozenset[int]
+) -> Step:
     """Put what was verified into the row: the accepted run and one more token, cut after the first stop token."""
     run = [nodes[node] for node in path[1:]] + [token]
     end = next((i + 1 for i, t in enumerate(run) if t in stop), None)
@@ -241,5 +252,4 @@ def _emit(row: Row, tree: Tree, path: list[int], token: int, nodes: list[int], s
     row.tokens, row.new = row.tokens + run, tuple(run)
     if reason is None and len(row.tokens) >= row.limit:
         reason = row.reason
-    parents = tree.rows[row.index % len(tree.rows)] if len(tree.rows) > 1 else tree.rows[0]
     return Step(tuple(run), tuple(nodes[1:]), parents, tuple(path[: len(run) + 1]), reason)

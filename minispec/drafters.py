@@ -1,4 +1,4 @@
-"""Where draft tokens come from: a small model, or an earlier place in the text.
+"""Where draft tokens come from: a small model, or the target's own first layers.
 
 A `Drafter` is immutable; `begin` opens a session that owns its cache, so threads and abandoned streams are
 harmless. A draft says how its candidates came about (`kind`), and a rule says which kinds it accepts.
@@ -7,14 +7,14 @@ harmless. A draft says how its candidates came about (`kind`), and a rule says w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.model import LanguageModel, read
+from minispec.model import GPT, LanguageModel, read
 from minispec.sampling import Rng, Sampling
 from minispec.tree import Tree
 
@@ -62,26 +62,35 @@ class Drafter(Protocol):
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Session: ...
 
 
+WAYS = {  # how a model fills a tree, and the kind of draft this makes
+    "without": "without",  # siblings drawn from q without replacement
+    "iid": "iid",  # siblings drawn from q independently; they may repeat
+    "top-k": "chosen",  # the likeliest tokens, in order
+    "coupled": "coupled",  # drawn from q by the noise that the target will use at that position
+}
+
+
 @dataclass(frozen=True)
 class ModelDrafter:
-    """Drafts with a model: `how="sampled"` draws each token from q, `how="top-k"` takes the likeliest.
+    """Drafts with a model, by one pass a tree level. `how` is one of `WAYS`; sampled chains are of kind "chain".
 
-    `tree` is the shape wanted; only chains are drafted so far. Raises `ValueError` for other shapes or ways.
+    Raises `ValueError` for another `how` and for a tree that differs from row to row.
     """
 
     model: LanguageModel
     tree: Tree = field(default_factory=lambda: Tree.chain(4))
-    how: str = "sampled"
+    how: str = "without"
 
     def __post_init__(self) -> None:
-        if self.how not in ("sampled", "top-k"):
-            raise ValueError(f"how must be 'sampled' or 'top-k', got {self.how!r}")
-        if not self.tree.is_chain:
-            raise ValueError(f"tree: a model drafts chains only, got parents {self.tree.rows}")
+        if self.how not in WAYS:
+            raise ValueError(f"how must be one of {', '.join(WAYS)}, got {self.how!r}")
+        if len(self.tree.rows) > 1:
+            raise ValueError(f"tree: a model fills one tree for all rows, got {len(self.tree.rows)} trees")
 
     @property
     def kind(self) -> str:
-        return "chain" if self.how == "sampled" else "chosen"
+        sampled = self.how in ("without", "iid")
+        return "chain" if sampled and self.tree.is_chain else WAYS[self.how]
 
     @property
     def max_nodes(self) -> int:
@@ -96,12 +105,13 @@ class ModelSession:
 
     Before each draft the cache is rolled back to max(n-2, 0) entries and the last tokens are read in one pass:
     after a full acceptance one of them was missing, else it is re-read, which is harmless and keeps rows alike.
-    So a chain of K costs K passes, the re-read included.
+    So a tree of depth D, a chain of D tokens included, costs D passes, the re-read included.
     """
 
     def __init__(self, drafter: ModelDrafter, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        self.model, self.tree, self.sampled = drafter.model, drafter.tree, drafter.how == "sampled"
-        self.kind, self.sampling = drafter.kind, sampling
+        self.model, self.tree, self.how, self.kind = drafter.model, drafter.tree, drafter.how, drafter.kind
+        # the likeliest tokens of a one-hot law are one token and nothing else, so top-k looks at the softmax
+        self.sampling = Sampling() if self.how == "top-k" else sampling
         self.texts = [list(prompt) for prompt in prompts]
         config, device, dtype = self.model.config, self.model.device, self.model.dtype
         capacity = config.block_size + self.tree.size
@@ -110,34 +120,60 @@ class ModelSession:
     def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
         for text, new in zip(self.texts, new_tokens, strict=True):
             text += new
-        tree = self.tree.cut(max(depth_limit))
-        B, device = len(self.texts), self.model.device
-        tokens = torch.full((B, tree.size), -1, dtype=torch.long, device=device)  # (B, N)
-        tokens[:, 0] = torch.tensor([text[-1] for text in self.texts], device=device)
-        q = torch.zeros(B, tree.size, self.model.config.vocab_size, device=device)  # (B, N, V)
-        if tree.size > 1:
-            tokens, q = self._chain(
-                tokens, q.to(self.model.dtype) if self.model.dtype == torch.float64 else q, depth_limit, rng
-            )
-        return Draft(tree, tokens, q if self.sampled else None, self.kind)
+        tree, device = self.tree.cut(max(depth_limit)), self.model.device
+        limit = torch.tensor(depth_limit, device=device)  # (B,)
+        tokens = [torch.tensor([text[-1] for text in self.texts], device=device)]  # N times (B,), in the end
+        q = [self.no_law()]  # N times (B, V)
+        for depth in range(1, tree.max_depth + 1):
+            parents = tree.levels[depth - 1]
+            logits = self.read_last()[:, None] if depth == 1 else self.read_level(tree, parents, tokens)  # (B, P, V)
+            laws = self.sampling.probs(logits, "draft")  # (B, P, V)
+            for place, parent in enumerate(parents):
+                absent = (depth > limit) | (tokens[parent] < 0)  # (B,): this row has no node here
+                law = laws[:, place].masked_fill(absent[:, None], 0.0)  # (B, V)
+                for _ in tree.children(parent):
+                    x, law_of_x, law = self.draw(law, depth, rng)
+                    tokens.append(x)
+                    q.append(law_of_x)
+        return Draft(tree, torch.stack(tokens, 1), None if self.kind == "chosen" else torch.stack(q, 1), self.kind)
 
-    def _chain(self, tokens: Tensor, q: Tensor, depth_limit: Sequence[int], rng: Rng) -> tuple[Tensor, Tensor]:
-        logits = self._read_last()  # (B, V)
-        limit = torch.tensor(depth_limit, device=tokens.device)  # (B,)
-        K, B = tokens.shape[1] - 1, len(self.texts)
-        last = self.model.config.block_size - 1
-        for depth in range(1, K + 1):
-            law = self.sampling.probs(logits, "draft")  # (B, V)
-            x = rng.pick(law) if self.sampled else law.argmax(-1)  # (B,)
-            absent = depth > limit  # (B,)
-            tokens[:, depth] = x.masked_fill(absent, -1)
-            q[:, depth] = law.masked_fill(absent[:, None], 0.0)
-            if depth < K:
-                position = torch.tensor([[min(n, last)] for n in self.cache.lengths], device=x.device)  # (B, 1)
-                logits = self.model(x.view(B, 1), self.cache, position)[:, -1]  # (B, V)
-        return tokens, q
+    def no_law(self) -> Tensor:
+        """The law of the root and of absent nodes: zero, (B, V)."""
+        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        return torch.zeros(len(self.texts), self.model.config.vocab_size, device=self.model.device, dtype=dtype)
 
-    def _read_last(self) -> Tensor:
+    def draw(self, law: Tensor, depth: int, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
+        """A child: its token (B,), the law it has (B, V), and the law of its next sibling (B, V).
+
+        Where nothing is left to draw from the node stays absent: token -1, law zero.
+        """
+        empty = law.sum(-1) <= 0  # (B,)
+        weights = law.clone()
+        weights[:, 0] = torch.where(empty, 1.0, law[:, 0])  # something to pick, to be thrown away
+        if self.how == "top-k":
+            x = weights.argmax(-1)
+        else:
+            x = rng.pick(weights, at=[depth] * len(law) if self.how == "coupled" else None)
+        if self.how == "iid":
+            rest = law
+        else:
+            rest = law.scatter(1, x[:, None], 0.0)
+            left = rest.sum(-1, keepdim=True)  # (B, 1)
+            rest = torch.where(left > 0, rest / left, 0.0)
+        return x.masked_fill(empty, -1), law, rest
+
+    def read_level(self, tree: Tree, nodes: list[int], tokens: list[Tensor]) -> Tensor:
+        """One pass over a whole level, each node seeing its ancestors: logits (B, P, V)."""
+        ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)
+        end, device = nodes[-1] + 1, ids.device
+        position = [
+            [min(n - nodes[0] + int(tree.depths[0, node]), self.model.config.block_size - 1) for node in nodes]
+            for n in self.cache.lengths  # n - nodes[0] is the slot, and position, of node 0
+        ]
+        mask = None if tree.is_chain else tree.mask[0, nodes, :end].to(device)  # (P, end): the last `end` slots
+        return self.model(ids, self.cache, torch.tensor(position, device=device), mask)
+
+    def read_last(self) -> Tensor:
         """Logits (B, V) after each row's last token, by one pass over what the cache lacks."""
         have = [min(m, max(len(text) - 2, 0)) for m, text in zip(self.cache.lengths, self.texts, strict=True)]
         self.cache.rollback(have)
@@ -154,64 +190,19 @@ class ModelSession:
         self.texts = [self.texts[row] for row in rows]
 
 
-@dataclass(frozen=True)
-class NGramDrafter:
-    """Prompt lookup: find the last n tokens earlier in the text, propose what followed there.
+def EarlyExitDrafter(target: GPT, layers: int, tree: Tree | None = None, how: str = "without") -> ModelDrafter:
+    """Self-speculation: the target's first `layers` blocks and its own head draft (Draft & Verify, 2309.08168).
 
-    The longest n <= `max_n` with a hit wins, then the latest hit; up to `draft_len` tokens are proposed, fewer
-    where the text ends. No model, no cost; pays where texts repeat. Candidates are chosen, so `match` verifies.
+    Shares the target's weights, has a cache of its own. Raises `ValueError` unless 1 <= layers < n_layer.
     """
-
-    draft_len: int = 4
-    max_n: int = 3
-
-    def __post_init__(self) -> None:
-        Tree.chain(self.draft_len)  # refuses what is no length
-        if isinstance(self.max_n, bool) or not isinstance(self.max_n, int) or self.max_n < 1:
-            raise ValueError(f"max_n must be an integer >= 1, got {self.max_n!r}")
-
-    @property
-    def kind(self) -> str:
-        return "chosen"
-
-    @property
-    def max_nodes(self) -> int:
-        return self.draft_len + 1
-
-    def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> NGramSession:
-        return NGramSession(self, prompts)
-
-
-class NGramSession:
-    def __init__(self, drafter: NGramDrafter, prompts: Sequence[Sequence[int]]) -> None:
-        self.drafter, self.texts = drafter, [list(prompt) for prompt in prompts]
-
-    def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
-        for text, new in zip(self.texts, new_tokens, strict=True):
-            text += new
-        found = [
-            lookup(text, self.drafter.max_n, min(self.drafter.draft_len, limit))
-            for text, limit in zip(self.texts, depth_limit, strict=True)
-        ]
-        K = max(map(len, found))
-        rows = [[text[-1], *run, *[-1] * (K - len(run))] for text, run in zip(self.texts, found, strict=True)]
-        return Draft(Tree.chain(K), torch.tensor(rows), None, "chosen")
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        pass  # nothing is cached
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
-
-
-def lookup(text: Sequence[int], max_n: int, length: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest suffix of at most `max_n` tokens."""
-    for n in range(min(max_n, len(text) - 1), 0, -1):
-        suffix = text[-n:]
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start : start + n] == suffix:
-                return list(text[start + n : start + n + length])
-    return []
+    config = target.config
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < config.n_layer:
+        raise ValueError(f"layers must be an integer in 1..{config.n_layer - 1}, got {layers!r}")
+    with torch.device("meta"):  # no memory for weights that are shared
+        draft = GPT(replace(config, n_layer=layers))
+    draft.wte, draft.wpe, draft.ln_f = target.wte, target.wpe, target.ln_f
+    draft.h = torch.nn.ModuleList(list(target.h)[:layers])
+    return ModelDrafter(draft, Tree.chain(4) if tree is None else tree, how)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -56,6 +56,42 @@ class Tree:
             return Tree((tuple(parents),))  # type: ignore[arg-type]
         return Tree(tuple(tuple(row) for row in parents))  # type: ignore[arg-type]
 
+    @staticmethod
+    def branching(widths: Sequence[int]) -> Tree:
+        """Every node at depth d has widths[d] children: [3, 2, 1] is 3 + 6 + 6 draft nodes. ValueError below 1."""
+        if any(isinstance(width, bool) or not isinstance(width, int) or width < 1 for width in widths):
+            raise ValueError(f"widths must be integers >= 1, got {list(widths)!r}")
+        parents, level = [-1], [0]
+        for width in widths:
+            start = len(parents)
+            parents += [node for node in level for _ in range(width)]
+            level = list(range(start, len(parents)))
+        return Tree((tuple(parents),))
+
+    @staticmethod
+    def best(acceptance_by_rank: Sequence[float], nodes: int, max_depth: int | None = None) -> Tree:
+        """The tree of `nodes` nodes (root included) with most expected tokens: Sequoia, 2402.12374, section 3.1.
+
+        acceptance_by_rank[j]: P(the j-th child is the one accepted | its parent is), the same at every node. Then
+        F(n, d) = 1 + max over splits of n - 1 nodes among ranked children of sum_j a_j F(n_j, d - 1), n nodes
+        and d levels of children being at hand; the root counts 1, it is the bonus token.
+        Raises `ValueError` for negative rates, a sum over 1, fewer than one node.
+        """
+        return _best(tuple(map(float, acceptance_by_rank)), nodes, nodes - 1 if max_depth is None else max_depth)
+
+    def expected_tokens(self, acceptance_by_rank: Sequence[float]) -> float:
+        """Sum over nodes of the product of rates along the path; children beyond the last rate count 0."""
+        reach = [1.0]
+        for node, parent in enumerate(self.rows[0][1:], start=1):
+            rank = self.children(parent).index(node)
+            rate = acceptance_by_rank[rank] if rank < len(acceptance_by_rank) else 0.0
+            reach.append(reach[parent] * rate)
+        return sum(reach)
+
+    def of_row(self, row: int) -> tuple[int, ...]:
+        """The parents of that row's nodes."""
+        return self.rows[row if len(self.rows) > 1 else 0]
+
     @property
     def size(self) -> int:
         """Nodes N, the root included."""
@@ -92,6 +128,20 @@ class Tree:
                 out[r, node] |= out[r, parent]
         return out
 
+    @cached_property
+    def child_table(self) -> Tensor:
+        """Children of each node in draw order, padded with -1: (1 or B, N, C)."""
+        lists = [[self.children(node, row) for node in range(self.size)] for row in range(len(self.rows))]
+        C = max(len(found) for row in lists for found in row)
+        padded = [[[*found, *[-1] * (C - len(found))] for found in row] for row in lists]
+        return torch.tensor(padded, dtype=torch.long)
+
+    @cached_property
+    def levels(self) -> list[list[int]]:
+        """Nodes of each depth; the tree must be one for all rows."""
+        depths = self.depths[0].tolist()
+        return [[i for i, d in enumerate(depths) if d == depth] for depth in range(self.max_depth + 1)]
+
     def children(self, node: int, row: int = 0) -> list[int]:
         """Children of a node, in draw order."""
         return [child for child, parent in enumerate(self.rows[row]) if parent == node]
@@ -103,3 +153,38 @@ class Tree:
             return self
         kept = max(int((row <= depth).sum()) for row in self.depths)
         return Tree(tuple(row[:kept] for row in self.rows))
+
+
+@lru_cache(maxsize=64)
+def _best(rates: tuple[float, ...], nodes: int, max_depth: int) -> Tree:
+    if any(not 0 <= a <= 1 for a in rates) or sum(rates) > 1 + 1e-9:
+        raise ValueError(f"acceptance_by_rank must be rates >= 0 with a sum <= 1, got {list(rates)}")
+    if nodes < 1 or max_depth < 0:
+        raise ValueError(f"nodes must be >= 1 and max_depth >= 0, got {nodes} and {max_depth}")
+
+    @cache
+    def value(n: int, depth: int) -> tuple[float, tuple[int, ...]]:
+        """F(n, depth) and the sizes of the children's subtrees."""
+        gain, sizes = split(n - 1, depth, 0)
+        return 1 + gain, sizes
+
+    @cache
+    def split(n: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
+        """Best use of at most n nodes for the children from `rank` on; none may be left out before another."""
+        found: tuple[float, tuple[int, ...]] = (0.0, ())
+        if n == 0 or depth == 0 or rank == len(rates):
+            return found
+        for size in range(1, n + 1):
+            here = rates[rank] * value(size, depth - 1)[0]
+            rest, sizes = split(n - size, depth, rank + 1)
+            if here + rest > found[0] + 1e-15:
+                found = (here + rest, (size, *sizes))
+        return found
+
+    parents, queue = [-1], [(0, nodes, max_depth)]
+    while queue:  # breadth-first
+        node, n, depth = queue.pop(0)
+        for size in value(n, depth)[1]:
+            parents.append(node)
+            queue.append((len(parents) - 1, size, depth - 1))
+    return Tree((tuple(parents),))

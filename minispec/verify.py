@@ -1,15 +1,21 @@
 """Verification rules: which draft tokens stand, and which token comes next, so that the law is the target's.
 
-| rule    | paper                  | drafts it accepts          | guarantee            | when to use              |
-|---------|------------------------|----------------------------|----------------------|--------------------------|
-| `token` | 2211.17192, 2302.01318 | a chain drawn from q       | output law = p       | sampling with a chain    |
-| `match` | (draw y ~ p, compare)  | any candidates, any shape  | output law = p, and  | T = 0, n-grams, top-k,   |
-|         |                        |                            | plain decoding token | any draft whose law is   |
-|         |                        |                            | for token, by seed   | not known                |
+| rule        | paper                  | drafts it accepts (kind)  | guarantee                      | when to use      |
+|-------------|------------------------|---------------------------|--------------------------------|------------------|
+| `token`     | 2211.17192, 2302.01318 | chain                     | law = p                        | default, chains  |
+| `block`     | 2403.10444             | chain                     | law = p; no fewer tokens a     | long chains,     |
+|             |                        |                           | step than `token` on average   | T near 1         |
+| `match`     | (draw y ~ p, compare)  | any candidates, any shape | law = p; plain decoding, token | T = 0, n-grams,  |
+|             |                        |                           | for token, under one seed      | top-k trees      |
+| `coupled`   | 2408.07978             | coupled                   | as `match`                     | reproducible     |
+|             |                        |                           |                                | output at T > 0  |
+| `rrs`       | 2402.12374, 2402.14160 | chain, without            | law = p                        | default, trees   |
+| `specinfer` | 2305.09781             | chain, iid                | law = p                        | to compare with  |
+| `traversal` | 2505.12398 (advanced/) | chain, without            | law = p; `block` on a chain    | deep trees       |
 
 p is the target's law, q the law that the draft token *was really drawn from*, both after temperature, top-k
-and top-p. B rows, N = K + 1 nodes with the root, V tokens. An absent node has token -1 and an all-zero q row:
-it is never accepted, and its residual is p itself, so shorter rows need no special case.
+and top-p. B rows, N nodes with the root, V tokens. An absent node has token -1 and an all-zero q row: it is
+never accepted, and its residual is p itself, so shorter rows need no special case.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from minispec.sampling import Rng
 from minispec.tree import Tree
 
 NOTHING = 1e-9  # a residual with no entry above this is rounding noise
+TINY = 1e-15
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -62,6 +69,35 @@ def token(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     return accepted, rng.pick(residual(p[row, accepted], q[row, accepted]))
 
 
+def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
+    """Block verification (Sun et al. 2403.10444, algorithm 2): the *last* success wins, not the run up to a failure.
+
+    w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), so a surplus at one place repays a deficit before it. The prefix x^i
+    passes with probability h_i = s_i / (s_i + 1 - w_i), s_i = sum (w_i p_{i+1} - q_{i+1})+, so that it is
+    kept with probability w_i; the next token is drawn from norm((w p - q)+) at the longest prefix that passed.
+
+    p (B, K+1, V), q (B, K, V), drafted (B, K) -> accepted (B,) in 0..K, next token (B,). Exact; accepts at least as
+    many tokens as `token` in expectation, and as many as any rule can that sees one draft.
+    """
+    B, K = drafted.shape
+    x = drafted.clamp(min=0)[..., None]  # (B, K, 1)
+    p_x, q_x = p[:, :K].gather(2, x)[..., 0], q.gather(2, x)[..., 0]  # (B, K)
+    ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
+    w = [torch.ones_like(p[:, 0, 0])]  # K + 1 times (B,)
+    for i in range(K):
+        w.append((w[-1] * ratio[:, i]).clamp(max=1))
+    weight = torch.stack(w, 1)  # (B, K+1)
+    q = torch.cat([q, q.new_zeros(B, 1, q.shape[2])], 1)  # (B, K+1, V): behind the last token h = w, as s = w there
+    rest = (weight[..., None] * p - q).clamp(min=0)  # (B, K+1, V)
+    s = rest.sum(-1)  # (B, K+1)
+    room = s + 1 - weight
+    h = torch.where(room > TINY, s / room, 1.0)  # 0 / 0 where p = q and w = 1: all of it passes
+    passed = rng.flip(h[:, 1:]) * torch.arange(1, K + 1, device=p.device)  # (B, K)
+    accepted = passed.amax(1) if K else torch.zeros_like(passed.sum(1))  # (B,)
+    row = torch.arange(B, device=p.device)
+    return accepted, rng.pick(residual(weight[row, accepted, None] * p[row, accepted], q[row, accepted]))
+
+
 def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:
     """Sample-and-match: draw y ~ p at the node reached; if y is one of its children descend, else emit y.
 
@@ -86,6 +122,44 @@ def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> 
     return torch.stack(path[: tree.max_depth + 1], 1), emitted
 
 
+def rrs(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:
+    """Recursive rejection sampling (SpecInfer 2305.09781, algorithm 2; Sequoia 2402.12374; RSD 2402.14160).
+
+    At each node try its children in draw order: accept x with probability min(1, p(x) / q_x(x)), q_x being the law
+    that child was drawn from given its earlier siblings; after a rejection p becomes norm((p - q_x)+). When none is
+    left draw from what p has become.
+
+    p (B, N, V), q (B, N, V): q[:, i] the law of node i, tokens (B, N) -> path (B, D+1), next token (B,).
+    Exact for siblings drawn without replacement (q_x renormalised) and for i.i.d. ones (a rejected duplicate has
+    p(x) = 0, and its update must still be made): each stage is the token rule for the p of that stage.
+    """
+    assert q is not None
+    row = torch.arange(tokens.shape[0], device=p.device)
+    table = tree.child_table.to(p.device).expand(len(row), -1, -1)  # (B, N, C)
+    node = torch.zeros_like(row)
+    law, path, alive = p[:, 0], [node], torch.ones_like(node, dtype=torch.bool)
+    for _ in range(tree.max_depth):
+        found, open_ = torch.full_like(node, -1), alive  # the child accepted; rows still looking for one
+        for c in range(table.shape[2]):
+            child = table[row, node, c]  # (B,), -1 where there is no such child
+            trying = open_ & (child >= 0)
+            x, q_x = tokens[row, child].clamp(min=0), q[row, child]  # (B,), (B, V)
+            ratio = torch.where(q_x[row, x] > 0, law[row, x] / q_x[row, x], 0.0)
+            ok = rng.flip(torch.where(trying, ratio, 0.0).clamp(max=1))
+            found = torch.where(ok, child, found)
+            open_ = open_ & ~ok
+            law = torch.where((trying & ~ok)[:, None], residual(law, q_x), law)
+            if _nobody(open_):
+                break
+        alive = found >= 0
+        node = torch.where(alive, found, node)
+        path.append(found)
+        law = torch.where(alive[:, None], p[row, node], law)
+        if _nobody(alive):
+            break
+    return torch.stack(path, 1), rng.pick(law)
+
+
 def _nobody(alive: Tensor) -> bool:
     """Whether a loop may end early. Looking costs a CPU nothing and makes a GPU wait, so only a CPU looks."""
     return alive.device.type == "cpu" and not bool(alive.any())
@@ -97,10 +171,10 @@ class Rule:
 
     chain: a function (p, q, drafted, rng) -> (accepted, token), or None.
     tree: a function (p, q, tokens, tree, rng) -> (path, token), or None.
-    kinds: the kinds of draft for which it is exact: "chain" (drawn from q one after the other), "chosen" (picked
-        by any means), "without" (siblings drawn without replacement), "iid" (siblings drawn independently),
-        "coupled" (drawn by the noise the target will use).
-    how: the way a model draft fills its tree under this rule, "sampled" or "top-k".
+    kinds: the kinds of draft for which it is exact: "chain" (drawn from q one after the other), "without" (siblings
+        drawn without replacement), "iid" (siblings drawn independently), "coupled" (drawn by the noise that the
+        target will use), "chosen" (picked by any other means).
+    how: the way a model draft fills its tree under this rule, one of `drafters.WAYS`.
     """
 
     name: str
@@ -120,14 +194,23 @@ class Rule:
         return torch.where(nodes <= accepted[:, None], nodes, -1), emitted
 
 
+ANY = frozenset({"chain", "without", "iid", "coupled", "chosen"})
 RULES = {
-    "token": Rule("token", frozenset({"chain"}), "sampled", chain=token),
-    "match": Rule("match", frozenset({"chain", "chosen", "without", "iid", "coupled"}), "top-k", tree=match),
+    "token": Rule("token", frozenset({"chain"}), "without", chain=token),
+    "block": Rule("block", frozenset({"chain"}), "without", chain=block),
+    "match": Rule("match", ANY, "top-k", tree=match),
+    "coupled": Rule("coupled", frozenset({"coupled"}), "coupled", tree=match),
+    "rrs": Rule("rrs", frozenset({"chain", "without"}), "without", tree=rrs),
+    "specinfer": Rule("specinfer", frozenset({"chain", "iid"}), "iid", tree=rrs),
 }
-WHY_NOT = (
-    "a ratio test needs the law that each draft token was drawn from, and chosen candidates have none: "
-    "testing them with p/q would change the output distribution"
-)
+WHY_NOT = {
+    "chosen": "a ratio test needs the law that each draft token was drawn from, and chosen, pruned, re-ranked or "
+    "re-sorted candidates have none: testing them with p/q would change the output distribution",
+    "without": "the rule does not know that a sibling's law depends on the siblings drawn before it",
+    "iid": "the rule takes siblings to be drawn without replacement, or to have none",
+    "coupled": "tokens drawn by the noise that verification will use again are not independent of its coins",
+    "chain": "the rule wants its draft drawn by the target's own noise",
+}
 
 
 def find_rule(rule: str | Rule) -> Rule:
@@ -141,6 +224,10 @@ def find_rule(rule: str | Rule) -> Rule:
 
 def check_kind(rule: Rule, kind: str) -> None:
     """Refuse a draft for which the rule is not exact, with the reason."""
+    if kind not in ANY:
+        raise ValueError(f"kind of a draft must be one of {', '.join(sorted(ANY))}, got {kind!r}")
     if kind not in rule.kinds:
-        reason = WHY_NOT if kind == "chosen" else f"it is exact for {', '.join(sorted(rule.kinds))} drafts only"
-        raise ValueError(f"rule {rule.name!r} does not accept a draft of kind {kind!r}: {reason}")
+        accepted = ", ".join(sorted(rule.kinds))
+        raise ValueError(
+            f"rule {rule.name!r} does not accept a draft of kind {kind!r} (only {accepted}): {WHY_NOT[kind]}"
+        )

@@ -28,7 +28,7 @@ def chain_rule(accept, rest):  # type: ignore[no-untyped-def]
         law = torch.where(bonus[:, None], p[:, -1], rest(p[row, a], q[row, a], x[row, a]))
         return a, rng.pick(law)
 
-    return Rule("wrong", frozenset({"chain"}), "sampled", chain=rule)
+    return Rule("wrong", frozenset({"chain"}), "without", chain=rule)
 
 
 def ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ WRONG_RULES = {
     "accept iff p >= q, no coin": chain_rule(lambda p, q: (p >= q).to(p.dtype), lambda p, q, x: residual(p, q)),
     "ratio inverted": chain_rule(lambda p, q: q / p, lambda p, q, x: residual(p, q)),
     "match with a second draw on mismatch": Rule(
-        "wrong", frozenset({"chain", "chosen"}), "sampled", tree=match_then_draw_again
+        "wrong", frozenset({"chain", "chosen"}), "without", tree=match_then_draw_again
     ),
 }
 
