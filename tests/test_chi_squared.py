@@ -37,7 +37,7 @@ def decoders(target, draft):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("n", [50_000, pytest.param(200_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["generate", "token", "match", "ngram"])
+@pytest.mark.parametrize("name", ["generate", "ngram"])  # the rules on model drafts: test_trees
 def test_joint_law_of_four_tokens(two: tuple[GPT, GPT], name: str, n: int) -> None:
     target, draft = (GPT(m.config) for m in two)
     target.load_state_dict(two[0].state_dict()), draft.load_state_dict(two[1].state_dict())

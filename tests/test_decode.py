@@ -264,7 +264,10 @@ BAD = [
     ({"tree": 4}, r"tree must be a Tree, got 4"),
     ({"tree": Tree.chain(1), "draft_len": 1}, r"give either tree or draft_len"),
     ({"tree": Tree.from_parents([[-1, 0], [-1, 0]])}, r"a model fills one tree for all rows, got 2 trees"),
-    ({"tree": Tree.from_parents([-1, 0, 0]), "rule": "token"}, r"rule 'token' does not accept a draft of kind 'without'"),
+    (
+        {"tree": Tree.from_parents([-1, 0, 0]), "rule": "token"},
+        r"rule 'token' does not accept a draft of kind 'without'",
+    ),
     ({"seed": 1, "rng": Randomness(1)}, r"give either seed or rng"),
     ({"seed": "1"}, r"seed must be an integer, or 1 integers"),
     ({"draft": "gpt2"}, r"draft must be a GPT or a Drafter, got str"),

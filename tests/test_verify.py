@@ -237,7 +237,9 @@ def test_rows_of_a_batch_are_verified_each_for_itself() -> None:
 
 def test_unknown_rules_are_refused_by_name() -> None:
     for bad in ("tokens", 3, None):
-        with pytest.raises(ValueError, match=r"rule must be one of block, coupled, match, rrs, specinfer, token, traversal, got"):
+        with pytest.raises(
+            ValueError, match=r"rule must be one of block, coupled, match, rrs, specinfer, token, traversal, got"
+        ):
             find_rule(bad)  # type: ignore[arg-type]
 
 
