@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from minispec import __version__
+from minispec import __version__, bench
 from minispec.decode import DEFAULT_DRAFT_LEN, generate, speculate, stream
 from minispec.drafters import Drafter
 from minispec.model import GPT
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands_of = cast(Any, commands)
     train_commands.add_commands(commands_of)
     draft_commands.add_commands(commands_of)
+    bench.add_command(commands_of)
     return parser
 
 

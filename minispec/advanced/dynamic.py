@@ -14,6 +14,8 @@ from minispec.model import LanguageModel
 from minispec.sampling import Rng, Sampling
 from minispec.tree import Tree
 
+GREEDY_CONFIDENCE = 0.3
+
 
 @dataclass(frozen=True)
 class DynamicTree:
@@ -22,12 +24,16 @@ class DynamicTree:
     Level by level the `width` candidates of largest cumulative probability are read (one draft pass a level) and
     each offers its `width` likeliest children; of all candidates the best `nodes` - 1 are submitted. They are chosen
     after being seen, so only `match` verifies them.
+
+    confidence: the temperature at which the draft's probabilities are read as chances of being followed; None is the
+    sampling temperature, or `GREEDY_CONFIDENCE` at 0, where the likeliest token is right far more often than it says.
     """
 
     model: LanguageModel
     nodes: int = 16  # submitted, the root included
     max_depth: int = 6
     width: int = 4
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("max_depth", 0), ("width", 1)):
@@ -42,7 +48,8 @@ class DynamicTree:
         return max(self.nodes, self.max_depth * self.width + 1)
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> DynamicSession:
-        return DynamicSession(self, prompts)
+        confidence = sampling.temperature or GREEDY_CONFIDENCE
+        return DynamicSession(self, prompts, Sampling(confidence if self.confidence is None else self.confidence))
 
 
 @dataclass
@@ -58,8 +65,8 @@ class Candidates:
 class DynamicSession:
     """Grows the trees of one call. Tree nodes are read again after the step, with the tokens that were accepted."""
 
-    def __init__(self, drafter: DynamicTree, prompts: Sequence[Sequence[int]]) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: DynamicTree, prompts: Sequence[Sequence[int]], confidence: Sampling) -> None:
+        self.drafter, self.confidence = drafter, confidence
         shape = Tree.chain(drafter.max_depth * drafter.width)  # room in the cache
         self.inner = ModelSession(ModelDrafter(drafter.model, shape, "top-k"), prompts, Sampling())
 
@@ -85,7 +92,7 @@ class DynamicSession:
         frontier = [[0] for _ in rows]  # candidates whose logits are at hand
         seen: list[list[int]] = [[0] for _ in rows]  # candidates in the cache behind the text, by slot
         for level in range(1, depth + 1):
-            log_q = Sampling().probs(logits, "draft").log()  # (B, F, V)
+            log_q = self.confidence.probs(logits, "draft").log()  # (B, F, V)
             k = min(self.drafter.width, log_q.shape[-1])
             best = log_q.topk(k, -1)
             for b, row in enumerate(rows):
