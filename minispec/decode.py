@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Required, Unpack
 
 from minispec.cache import KVCache
 from minispec.drafters import Draft, Drafter, ModelDrafter, NoDrafter
-from minispec.inputs import check_integer, check_models, is_batch, prompt_lists, stop_set
+from minispec.inputs import check_integer, check_models, check_sampling, is_batch, prompt_lists, stop_set
 from minispec.model import LanguageModel, read
 from minispec.result import Result, Step, summarise
 from minispec.sampling import Randomness, Rng, Sampling, Shifted
@@ -56,25 +57,66 @@ class Plan:
     rows: list[Row]
 
 
+class Options(TypedDict, total=False):
+    """What `generate` may be told."""
+
+    max_new_tokens: Required[int]
+    sampling: Sampling | None
+    stop: Sequence[int] | None
+    seed: int | Sequence[int] | None
+    rng: Rng | None
+
+
+class DraftOptions(Options, total=False):
+    """What `speculate` and `stream` may be told besides."""
+
+    tree: Tree | None
+    draft_len: int | None
+    rule: str | Rule | None
+
+
 @overload
-def generate(target: LanguageModel, prompt: Sequence[int], **options: Any) -> Result: ...
+def generate(target: LanguageModel, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
 @overload
-def generate(target: LanguageModel, prompt: Sequence[Sequence[int]], **options: Any) -> list[Result]: ...
-def generate(target: LanguageModel, prompt: Any, **options: Any) -> Result | list[Result]:
+def generate(target: LanguageModel, prompt: Sequence[Prompt], **options: Unpack[Options]) -> list[Result]: ...
+def generate(
+    target: LanguageModel,
+    prompt: Any,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    stop: Sequence[int] | None = None,
+    seed: int | Sequence[int] | None = None,
+    rng: Rng | None = None,
+) -> Result | list[Result]:
     """Plain decoding: one token a target pass. Arguments, results and errors as for `speculate`, less the draft."""
-    plan = _plan(target, NoDrafter(), prompt, rule="match", **options)
-    return _collect(plan, one=not is_batch(prompt))
+    sampling = check_sampling(sampling)
+    chosen = NoDrafter(), find_rule("match")
+    return _collect(_plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng), is_batch(prompt))
 
 
 @overload
 def speculate(
-    target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[int], **options: Any
+    target: LanguageModel, draft: LanguageModel | Drafter, prompt: Prompt, **options: Unpack[DraftOptions]
 ) -> Result: ...
 @overload
 def speculate(
-    target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[Sequence[int]], **options: Any
+    target: LanguageModel, draft: LanguageModel | Drafter, prompt: Sequence[Prompt], **options: Unpack[DraftOptions]
 ) -> list[Result]: ...
-def speculate(target: LanguageModel, draft: Any, prompt: Any, **options: Any) -> Result | list[Result]:
+def speculate(
+    target: LanguageModel,
+    draft: LanguageModel | Drafter,
+    prompt: Any,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    tree: Tree | None = None,
+    draft_len: int | None = None,
+    rule: str | Rule | None = None,
+    stop: Sequence[int] | None = None,
+    seed: int | Sequence[int] | None = None,
+    rng: Rng | None = None,
+) -> Result | list[Result]:
     """Speculative decoding: `draft` proposes, `target` checks all of it in one pass; the law stays the target's.
 
     draft: a model (GPT) or any `Drafter`.
@@ -89,21 +131,15 @@ def speculate(target: LanguageModel, draft: Any, prompt: Any, **options: Any) ->
 
     Raises `ValueError`/`TypeError` before any forward pass, naming the parameter, the value and what is allowed.
     """
-    return _collect(_plan(target, draft, prompt, **options), one=not is_batch(prompt))
+    sampling = check_sampling(sampling)
+    chosen = _choose(target, draft, sampling, tree, draft_len, rule)
+    return _collect(_plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng), is_batch(prompt))
 
 
-def stream(target: LanguageModel, draft: LanguageModel | Drafter, prompt: Prompt, **options: Any) -> Iterator[Step]:
-    """`speculate` for one prompt, a `Step` at a time. Checks its arguments at once, not at the first step."""
-    if is_batch(prompt):
-        raise TypeError("prompt: stream takes one prompt, a list of token ids; use speculate for many")
-    plan = _plan(target, draft, prompt, **options)
-    return (step for steps in decode(plan) for _, step in steps)
-
-
-def _plan(
+def stream(
     target: LanguageModel,
     draft: LanguageModel | Drafter,
-    prompt: Any,
+    prompt: Prompt,
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
@@ -113,15 +149,31 @@ def _plan(
     stop: Sequence[int] | None = None,
     seed: int | Sequence[int] | None = None,
     rng: Rng | None = None,
+) -> Iterator[Step]:
+    """`speculate` for one prompt, a `Step` at a time. Checks its arguments at once, not at the first step."""
+    if is_batch(prompt):
+        raise TypeError("prompt: stream takes one prompt, a list of token ids; use speculate for many")
+    sampling = check_sampling(sampling)
+    chosen = _choose(target, draft, sampling, tree, draft_len, rule)
+    plan = _plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng)
+    return (step for steps in decode(plan) for _, step in steps)
+
+
+def _plan(
+    target: LanguageModel,
+    drafter: Drafter,
+    rule: Rule,
+    prompt: Any,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[int] | None,
+    seed: int | Sequence[int] | None,
+    rng: Rng | None,
 ) -> Plan:
     """Check everything that can be checked before a forward pass."""
-    sampling = Sampling() if sampling is None else sampling
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling, got {sampling!r}")
     check_integer("max_new_tokens", max_new_tokens, 0)
     config = target.config
     prompts = prompt_lists(prompt, config.vocab_size, config.block_size)
-    drafter, found = _choose(target, draft, sampling, tree, draft_len, rule)
     if seed is not None and rng is not None:
         raise ValueError("give either seed or rng, got both")
     if rng is not None and len(prompts) > 1 and not hasattr(rng, "select"):
@@ -133,7 +185,7 @@ def _plan(
         rows.append(Row(index, ids, limit, reason))
     ends = stop_set(stop, getattr(target, "end_of_text", None), config.vocab_size)
     rng = Randomness(seed, len(rows)) if rng is None else rng
-    return Plan(target, drafter, found, sampling, ends, rng, rows)
+    return Plan(target, drafter, rule, sampling, ends, rng, rows)
 
 
 def _choose(
@@ -175,7 +227,7 @@ def default_rule(sampling: Sampling, kind: str) -> str:
     return {"chain": "token", "without": "rrs", "iid": "specinfer", "coupled": "coupled"}.get(kind, "match")
 
 
-def _collect(plan: Plan, one: bool) -> Result | list[Result]:
+def _collect(plan: Plan, many: bool) -> Result | list[Result]:
     prompts = [list(row.tokens) for row in plan.rows]
     steps: list[list[Step]] = [[] for _ in plan.rows]
     start = time.perf_counter()
@@ -188,7 +240,7 @@ def _collect(plan: Plan, one: bool) -> Result | list[Result]:
         tokens = [token for step in taken for token in step.tokens]
         reason = (taken[-1].finish_reason if taken else None) or row.reason
         results.append(Result(prompt, tokens, reason, taken, summarise(taken, seconds)))
-    return results[0] if one else results
+    return results if many else results[0]
 
 
 def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minispec.model import LanguageModel
+from minispec.sampling import Sampling
 
 
 def check_integer(name: str, value: object, least: int) -> int:
@@ -17,6 +18,15 @@ def check_integer(name: str, value: object, least: int) -> int:
     if value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
     return value
+
+
+def check_sampling(sampling: Sampling | None) -> Sampling:
+    """`sampling`, or the default."""
+    if sampling is None:
+        return Sampling()
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, got {sampling!r}")
+    return sampling
 
 
 def is_batch(prompt: Any) -> bool:

@@ -23,7 +23,7 @@ LAYERS = {  # what each core module may import of the package; the list of the d
     "result": set(),
     "tokenizer": set(),
     "files": set(),
-    "inputs": {"model"},
+    "inputs": {"model", "sampling"},
     "decode": {"cache", "drafters", "inputs", "model", "result", "sampling", "tree", "verify"},
     "pair": {"files", "inputs", "model", "tokenizer"},
 }
