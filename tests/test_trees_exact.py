@@ -107,9 +107,13 @@ def find(target: GPT, draft: GPT, rule: str, name: str, who: str) -> tuple[Tree,
 
 
 def deviation(
-    target: GPT, drafter: object, rule: str, tree: Tree, sampling: Sampling, leaves: int
+    target: GPT, drafter: object, rule: str, tree: Tree, sampling: Sampling, leaves: int, whole: int = 99
 ) -> tuple[float, int]:
-    """TV of the exact law over depth + 1 tokens to the target's; past `leaves` one step, then the target's own law."""
+    """TV of the exact law over depth + 1 tokens to the target's, and the number of leaves.
+
+    Trees of more than `whole` nodes, and those that would pass `leaves`, are followed for one step, which the
+    target's own law then continues (laws of steps compose).
+    """
     length, count = tree.max_depth + 1, 0
     options = {"max_new_tokens": length, "rule": rule, "sampling": sampling}
 
