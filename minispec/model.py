@@ -7,7 +7,7 @@ Learned positions, pre-LayerNorm blocks, GELU (tanh), biases, and a head tied to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.linear import Linear, Packed
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, cache: KVCache | None, layer: int, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
@@ -82,11 +83,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # (B, T, C)
+        out: Tensor = self.c_proj(self.c_fc.gelu(x))  # (B, T, C)
         return out
 
 
@@ -115,6 +116,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
+        self.head = Packed()  # of the tied embedding
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -127,6 +129,10 @@ class GPT(nn.Module):
             else:
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 0.02
                 nn.init.normal_(parameter, std=std, generator=generator)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
+        self.head.clear()
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +168,7 @@ class GPT(nn.Module):
             x = block(x, cache, layer, mask)
         if cache is not None:
             cache.end_write(T)
-        return F.linear(self.ln_f(x), self.wte.weight)  # (B, T, V)
+        return self.head.linear(self.ln_f(x), self.wte.weight)  # (B, T, V)
 
     def _positions(self, B: int, T: int, cache: KVCache | None) -> Tensor:
         lengths = [0] * B if cache is None else cache.lengths

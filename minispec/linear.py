@@ -1,0 +1,89 @@
+"""Linear layers at the speed of memory: on a CPU each large weight is packed once for oneDNN.
+
+A pass over a few tokens reads every weight once and computes little. The usual kernel reads a row-major weight at a
+third of the memory's speed; the packed one runs one row near that limit, and eight rows at hardly more, which
+decides whether speculation pays on a CPU. Everything else (training, float64, GPUs, small weights, a torch without
+the operator) takes `F.linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LARGE = 1 << 18  # elements from which packing pays: the packed call costs some 20 us more, whatever the size
+ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
+
+
+def available() -> bool:
+    """Whether this torch has oneDNN and the two operators."""
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    there = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return there and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+
+AVAILABLE = available()
+
+
+class Packed:
+    """The packed copy of one weight, made when it is first needed and again when the weight has changed."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, int] | None = None
+        self._weight: Tensor | None = None
+
+    def __deepcopy__(self, memo: Any) -> Packed:
+        return Packed()
+
+    def __reduce__(self) -> tuple[type[Packed], tuple[()]]:
+        return Packed, ()
+
+    def clear(self) -> None:
+        """Forget the copy."""
+        self._key = self._weight = None
+
+    def usable(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether this call may take the packed path."""
+        return (
+            AVAILABLE
+            and weight.numel() >= LARGE
+            and x.dtype == weight.dtype == torch.float32
+            and x.device.type == weight.device.type == "cpu"
+            and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
+        """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
+        if not self.usable(x, weight):
+            self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
+            y = F.linear(x, weight, bias)
+            return y if activation == "none" else F.gelu(y, approximate="tanh")
+        key = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        if key != self._key:
+            self._weight, self._key = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS), key
+        algorithm = "" if activation == "none" else "tanh"
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, activation, [], algorithm)
+        return out
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with a packed weight; `gelu` applies GELU (tanh) in the same call."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.packed = Packed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed.linear(x, self.weight, self.bias)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return self.packed.linear(x, self.weight, self.bias, "gelu")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        self.packed.clear()  # .to(), .double(), .cuda(): the weight is another one
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,111 @@
+"""The packed linear layer: equal to the plain one, used where it should be, never stale."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minispec import GPT, GPTConfig, KVCache
+from minispec.linear import AVAILABLE, LARGE, Linear
+
+
+def layer(out: int = 1024, width: int = 256) -> Linear:
+    torch.manual_seed(0)
+    return Linear(width, out).requires_grad_(False)
+
+
+def packed(linear: Linear) -> bool:
+    return linear.packed._weight is not None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 9, 33, 200])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_packed_equals_plain(rows: int, activation: str) -> None:
+    linear, x = layer(), torch.randn(2, rows, 256, generator=torch.Generator().manual_seed(rows))
+    got = linear(x) if activation == "none" else linear.gelu(x)
+    want = F.linear(x, linear.weight, linear.bias)
+    want = want if activation == "none" else F.gelu(want, approximate="tanh")
+    assert packed(linear) == AVAILABLE
+    assert (got - want).abs().max() < 1e-5
+
+
+def test_what_takes_the_plain_path() -> None:
+    for change in (
+        lambda m: m.double(),
+        lambda m: m.bfloat16(),
+        lambda m: m.requires_grad_(True),
+        lambda m: Linear(16, 16).requires_grad_(False),
+    ):
+        linear = change(layer())
+        x = torch.randn(2, linear.in_features, dtype=linear.weight.dtype)
+        assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
+        assert not packed(linear)
+    assert 16 * 16 < LARGE <= 1024 * 256
+    linear = layer()
+    x = torch.randn(2, 256, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.randn(2, 256)).dtype == torch.bfloat16
+
+
+def changes():  # type: ignore[no-untyped-def]
+    def in_place(m: Linear) -> None:
+        with torch.no_grad():
+            m.weight.mul_(2)
+
+    def state_dict(m: Linear) -> None:
+        m.load_state_dict({name: 3 * value for name, value in m.state_dict().items()})
+
+    def round_trip(m: Linear) -> None:
+        m.bfloat16().float()
+
+    def trained(m: Linear) -> None:
+        m.requires_grad_(True)
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)
+        m(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        m.requires_grad_(False)
+
+    def replaced(m: Linear) -> None:
+        m.weight = torch.nn.Parameter(torch.randn(1024, 256), requires_grad=False)
+
+    return [in_place, state_dict, round_trip, trained, replaced]
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda f: f.__name__)
+def test_a_changed_weight_is_packed_again(change) -> None:  # type: ignore[no-untyped-def]
+    linear, x = layer(), torch.randn(3, 256)
+    linear(x)
+    change(linear)
+    assert (linear(x) - F.linear(x, linear.weight, linear.bias)).abs().max() < 1e-4
+
+
+def test_copies_pack_for_themselves() -> None:
+    linear, x = layer(), torch.randn(3, 256)
+    want = linear(x)
+    for other in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
+        assert not packed(other)
+        assert (other(x) - want).abs().max() < 1e-6
+
+
+def test_weights_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        linear, x = layer(), torch.randn(3, 256)
+        assert (linear(x) - F.linear(x, linear.weight, linear.bias)).abs().max() < 1e-5
+
+
+def test_a_whole_model_agrees_with_its_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(1024, 64, 2, 4, 256)).requires_grad_(False)
+    tokens = torch.randint(1024, (2, 40))
+    cache = KVCache(model.config, 2, 64)
+    got = torch.cat([model(part, cache) for part in tokens.split([20, 1, 5, 1, 13], 1)], 1)
+    assert packed(model.h[0].mlp.c_fc) == AVAILABLE
+    monkeypatch.setattr("minispec.linear.AVAILABLE", False)
+    assert (got - model(tokens)).abs().max() < 1e-5
+    assert sorted(model.state_dict()) == sorted(n for n, _ in model.named_parameters())
