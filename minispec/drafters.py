@@ -128,13 +128,16 @@ class ModelSession:
             parents = tree.levels[depth - 1]
             logits = self.read_last()[:, None] if depth == 1 else self.read_level(tree, parents, tokens)  # (B, P, V)
             laws = self.sampling.probs(logits, "draft")  # (B, P, V)
+            whole = tree.is_chain and depth <= min(depth_limit)  # then every row has its node here
             for place, parent in enumerate(parents):
-                absent = (depth > limit) | (tokens[parent] < 0)  # (B,): this row has no node here
-                law = laws[:, place].masked_fill(absent[:, None], 0.0)  # (B, V)
-                for _ in tree.children(parent):
-                    x, law_of_x, law = self.draw(law, depth, rng)
-                    tokens.append(x)
-                    q.append(law_of_x)
+                law = laws[:, place]  # (B, V)
+                if not whole:
+                    absent = (depth > limit) | (tokens[parent] < 0)  # (B,)
+                    law = law.masked_fill(absent[:, None], 0.0)
+                for rank in range(len(tree.children(parent))):
+                    law = self.without(law, tokens[-1]) if rank and self.how != "iid" else law
+                    tokens.append(self.draw(law, depth, rng, whole))
+                    q.append(law)
         return Draft(tree, torch.stack(tokens, 1), None if self.kind == "chosen" else torch.stack(q, 1), self.kind)
 
     def no_law(self) -> Tensor:
@@ -142,25 +145,27 @@ class ModelSession:
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         return torch.zeros(len(self.texts), self.model.config.vocab_size, device=self.model.device, dtype=dtype)
 
-    def draw(self, law: Tensor, depth: int, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
-        """A child: its token (B,), the law it has (B, V), and the law of its next sibling (B, V).
+    def draw(self, law: Tensor, depth: int, rng: Rng, whole: bool = False) -> Tensor:
+        """A token of each row from its law (B, V) -> (B,); -1, an absent node, where the law is zero.
 
-        Where nothing is left to draw from the node stays absent: token -1, law zero.
+        `whole` promises that no row's law is.
         """
-        empty = law.sum(-1) <= 0  # (B,)
-        weights = law.clone()
-        weights[:, 0] = torch.where(empty, 1.0, law[:, 0])  # something to pick, to be thrown away
+        weights, empty = law, None
+        if not whole:
+            empty = law.sum(-1) <= 0  # (B,)
+            weights = law.clone()
+            weights[:, 0] = torch.where(empty, 1.0, law[:, 0])  # something to pick, to be thrown away
         if self.how == "top-k":
             x = weights.argmax(-1)
         else:
             x = rng.pick(weights, at=[depth] * len(law) if self.how == "coupled" else None)
-        if self.how == "iid":
-            rest = law
-        else:
-            rest = law.scatter(1, x[:, None], 0.0)
-            left = rest.sum(-1, keepdim=True)  # (B, 1)
-            rest = torch.where(left > 0, rest / left, 0.0)
-        return x.masked_fill(empty, -1), law, rest
+        return x if empty is None else x.masked_fill(empty, -1)
+
+    def without(self, law: Tensor, x: Tensor) -> Tensor:
+        """The law of the next sibling: x (B,) zeroed, the rest renormalised; zero where nothing is left."""
+        rest = law.scatter(1, x.clamp(min=0)[:, None], 0.0)  # (B, V)
+        left = rest.sum(-1, keepdim=True)  # (B, 1)
+        return torch.where(left > 0, rest / left, 0.0)
 
     def read_level(self, tree: Tree, nodes: list[int], tokens: list[Tensor]) -> Tensor:
         """One pass over a whole level, each node seeing its ancestors: logits (B, P, V)."""

@@ -129,11 +129,19 @@ class Tree:
         return out
 
     @cached_property
+    def _children(self) -> list[list[list[int]]]:
+        """Children by row and node."""
+        found: list[list[list[int]]] = [[[] for _ in row] for row in self.rows]
+        for lists, row in zip(found, self.rows, strict=True):
+            for child, parent in enumerate(row[1:], start=1):
+                lists[parent].append(child)
+        return found
+
+    @cached_property
     def child_table(self) -> Tensor:
         """Children of each node in draw order, padded with -1: (1 or B, N, C)."""
-        lists = [[self.children(node, row) for node in range(self.size)] for row in range(len(self.rows))]
-        C = max(len(found) for row in lists for found in row)
-        padded = [[[*found, *[-1] * (C - len(found))] for found in row] for row in lists]
+        C = max(len(lists) for row in self._children for lists in row)
+        padded = [[[*lists, *[-1] * (C - len(lists))] for lists in row] for row in self._children]
         return torch.tensor(padded, dtype=torch.long)
 
     @cached_property
@@ -144,7 +152,7 @@ class Tree:
 
     def children(self, node: int, row: int = 0) -> list[int]:
         """Children of a node, in draw order."""
-        return [child for child, parent in enumerate(self.rows[row]) if parent == node]
+        return self._children[row][node]
 
     @lru_cache(maxsize=1024)  # noqa: B019 - trees are small, immutable and few
     def cut(self, depth: int) -> Tree:

@@ -75,9 +75,8 @@ class AdaptiveSession:
             if not bool(going.any()):
                 break
             law = law.masked_fill(~going[:, None], 0.0)
-            x, law_of_x, _ = inner.draw(law, depth, rng)
-            tokens.append(x)
-            q.append(law_of_x)
+            tokens.append(inner.draw(law, depth, rng))
+            q.append(law)
         return Draft(Tree.chain(len(tokens) - 1), torch.stack(tokens, 1), torch.stack(q, 1), "chain")
 
 
