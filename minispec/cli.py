@@ -22,7 +22,7 @@ from minispec.pair import Pair, load_pair
 from minispec.result import Result, Stats, Step, summarise
 from minispec.sampling import Sampling
 from minispec.train import commands as train_commands
-from minispec.train import draft_commands
+from minispec.train import curves, draft_commands
 from minispec.verify import RULES
 
 REPEATS = 5  # of each side under --compare
@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     train_commands.add_commands(commands_of)
     draft_commands.add_commands(commands_of)
     bench.add_command(commands_of)
+    curves.add_command(commands_of)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from test_tokenizer import BYTES, END_OF_TEXT, PATTERN, Tokenizer
 
 from minispec import GPT, GPTConfig, Sampling, speculate
 from minispec.cli import main
-from minispec.pair import load_pair, save_model, save_tokenizer
+from minispec.pair import load_pair, read_config, save_model, save_tokenizer
 from minispec.result import summarise
 from minispec.train.alignment import align, decode_prompts
 from minispec.train.distillation import LOSSES, distil, loss_at, measure, own_samples, self_batches
@@ -169,6 +170,11 @@ def test_distil_and_eval_from_the_command_line(pair: Path, tmp_path: Path, capsy
         main(["distill", "--pair", str(out), "--data", str(folder), "--steps", "5", "--loss", "nla", "--out", str(out)])
         == 0
     )
+    stages = read_config(out)["draft"]["training"]["stages"]
+    assert [stage["name"] for stage in stages] == ["fkl+tv on own samples", "nla on text"]
+    assert stages[0]["curve"][-1]["acceptance"] > stages[0]["curve"][0]["acceptance"]
+    drawn = main(["curves", str(tmp_path / "curves.svg"), "--pair", str(out)])
+    assert drawn == (0 if importlib.util.find_spec("matplotlib") else 2)
     capsys.readouterr()
     args = ["eval", str(folder / "a.txt"), "--pair", str(out), "--windows", "4", "--prompts", "2", "--draft-len", "2"]
     assert main(args) == 0

@@ -83,5 +83,6 @@ def run_train(args: argparse.Namespace) -> None:
         state = train(model, tokens, recipe, checkpoint=checkpoint, validate=validate, on_step=on_step)
     final = bits_per_byte(model, held_out, lengths, windows=400)
     about = {"steps": state.step, "seconds": round(state.seconds), "tokens": state.step * args.batch * args.block_size}
-    save_model(args.pair, args.size, model, training=about | {"bits_per_byte": round(final, 4)})
+    stages = [{"name": "cross-entropy", "curve": state.history}]
+    save_model(args.pair, args.size, model, training=about | {"bits_per_byte": round(final, 4), "stages": stages})
     print(f"{args.pair / args.size}.safetensors: {state.step} steps, {final:.3f} bits per byte on held-out text")

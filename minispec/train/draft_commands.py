@@ -6,6 +6,7 @@ import argparse
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from minispec.model import GPT, GPTConfig
-from minispec.pair import Pair, load_pair, save_model, weights_folder
+from minispec.pair import Pair, load_pair, read_config, save_model, weights_folder
 from minispec.train.alignment import RANKS, Alignment, align, decode_prompts
 from minispec.train.data import batch_at, encode_texts, read_corpus
 from minispec.train.distillation import NAMES, distil, measure, own_samples, self_batches
@@ -93,17 +94,20 @@ def run_distill(args: argparse.Namespace) -> None:
     for name, value in validate(draft).items():
         print(f"{name}: {first[name]:.3f} before, {value:.3f} after {state.step} steps in {state.seconds:.0f} s")
     if args.out is not None:
-        save_pair(args.out, args.pair, draft, {"loss": args.loss, "data": "self" if args.data == "self" else "text"})
+        source = "own samples" if args.data == "self" else "text"
+        stage = {"name": f"{args.loss} on {source}", "curve": state.history}
+        save_pair(args.out, args.pair or weights_folder(), draft, stage, fresh=args.fresh)
 
 
-def save_pair(out: Path, source: Path | None, draft: GPT, about: dict[str, str]) -> None:
-    """A copy of the pair in `source` with this draft."""
-    if not out.exists() or not out.samefile(source or weights_folder()):
+def save_pair(out: Path, source: Path, draft: GPT, stage: dict[str, Any], fresh: bool) -> None:
+    """A copy of the pair in `source` with this draft, whose history gains a stage."""
+    if not out.exists() or not out.samefile(source):
         out.mkdir(parents=True, exist_ok=True)
-        for file in sorted((source or weights_folder()).iterdir()):
+        for file in sorted(source.iterdir()):
             if file.suffix in (".json", ".tiktoken", ".safetensors", ".txt"):
                 shutil.copyfile(file, out / file.name)
-    save_model(out, "draft", draft, training=about)
+    before = [] if fresh else read_config(source).get("draft", {}).get("training", {}).get("stages", [])
+    save_model(out, "draft", draft, training={"stages": [*before, stage]})
     print(f"saved: {out}")
 
 
