@@ -47,6 +47,7 @@ def run_curves(args: argparse.Namespace) -> None:
                 axis.plot(*zip(*points, strict=True), marker=".", label=name)
         axis.set(xlabel="minutes of the stage (2 CPU threads)", ylabel=label)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        if axis.lines:
+            axis.legend(fontsize=8)
     figure.savefig(args.out, dpi=120)
     print(f"{args.out}: {len(found)} stages")
