@@ -16,8 +16,17 @@ from torch import Tensor
 from typing_extensions import Required, Unpack
 
 from minispec.cache import KVCache
-from minispec.drafters import Draft, Drafter, ModelDrafter, NoDrafter
-from minispec.inputs import check_integer, check_models, check_sampling, is_batch, prompt_lists, stop_set
+from minispec.drafters import Drafter, ModelDrafter, NoDrafter
+from minispec.inputs import (
+    check_draft,
+    check_integer,
+    check_models,
+    check_rng,
+    check_sampling,
+    is_batch,
+    prompt_lists,
+    stop_set,
+)
 from minispec.model import LanguageModel, read
 from minispec.result import Result, Step, summarise
 from minispec.sampling import Randomness, Rng, Sampling, Shifted
@@ -176,8 +185,8 @@ def _plan(
     prompts = prompt_lists(prompt, config.vocab_size, config.block_size)
     if seed is not None and rng is not None:
         raise ValueError("give either seed or rng, got both")
-    if rng is not None and len(prompts) > 1 and not hasattr(rng, "select"):
-        raise TypeError("rng: with several prompts it must also have select(rows)")
+    if rng is not None:
+        check_rng(rng, len(prompts))
     rows = []
     for index, ids in enumerate(prompts):
         limit = min(len(ids) + max_new_tokens, config.block_size)
@@ -205,6 +214,8 @@ def _choose(
         tree = Tree.chain(draft_len)
     if hasattr(draft, "begin"):
         drafter = cast(Drafter, draft)
+        if hasattr(drafter, "model"):
+            check_models(target, drafter.model)
         if tree is not None:
             raise ValueError("tree and draft_len shape a model's draft; this drafter has a shape of its own")
         found = find_rule(default_rule(sampling, drafter.kind) if rule is None else rule)
@@ -245,12 +256,12 @@ def _collect(plan: Plan, many: bool) -> Result | list[Result]:
 
 def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
     """The loop. Yields, for each target pass, the row index and `Step` of every row that took part."""
+    target, rng = plan.target, plan.rng
     rows = [row for row in plan.rows if len(row.tokens) < row.limit]
     if not rows:
         return
     if len(rows) < len(plan.rows):
-        plan.rng.select([row.index for row in rows])  # type: ignore[attr-defined]
-    target, rng = plan.target, plan.rng
+        rng = rng.select([row.index for row in rows])  # type: ignore[attr-defined]
     capacity = max(row.limit for row in rows) + plan.drafter.max_nodes
     cache = KVCache(target.config, len(rows), capacity, device=target.device, dtype=target.dtype)
     session = plan.drafter.begin([row.tokens for row in rows], plan.sampling)
@@ -261,11 +272,13 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
                 read(target, cache, [row.tokens[:-1] for row in rows])  # not a step: no token comes of it
             prefilled = True
             here = Shifted(rng, [len(row.tokens) - 1 for row in rows])
-            draft = session.propose([row.new for row in rows], [row.depth_limit for row in rows], here)
-            check_kind(plan.rule, draft.kind)
-            p = _score(target, cache, draft, plan.sampling)
-            path, token = plan.rule.verify(p, draft.q, draft.tokens, draft.tree, here)
-            host = torch.cat([path, token[:, None], draft.tokens], 1).tolist()  # the one wait for the device
+            depths = [row.depth_limit for row in rows]
+            draft = session.propose([row.new for row in rows], depths, here)
+            tokens = draft.tokens.to(target.device)  # (B, N)
+            check_draft(draft, plan.rule, [row.tokens[-1] for row in rows], depths, target.config.vocab_size)
+            p = _score(target, cache, draft.tree, tokens, plan.sampling)
+            path, token = plan.rule.verify(p, draft.q, tokens, draft.tree, here)
+            host = torch.cat([path, token[:, None], tokens], 1).tolist()  # the one wait for the device
             paths = [[node for node in line[: path.shape[1]] if node >= 0] for line in host]
             cache.keep(paths, draft.tree.size)
             session.commit(paths)
@@ -278,18 +291,18 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
             if 0 < len(going) < len(rows):
                 cache.select(going)
                 session.select(going)
-                rng.select(going)  # type: ignore[attr-defined]
+                rng = rng.select(going)  # type: ignore[attr-defined]
             rows = [rows[i] for i in going]
         yield done
 
 
-def _score(target: LanguageModel, cache: KVCache, draft: Draft, sampling: Sampling) -> Tensor:
+def _score(target: LanguageModel, cache: KVCache, tree: Tree, tokens: Tensor, sampling: Sampling) -> Tensor:
     """p at every node of the draft, by one pass of the target: (B, N, V)."""
-    tree, device = draft.tree, target.device
+    device = target.device
     start = torch.tensor(cache.lengths, device=device)[:, None]  # (B, 1)
     positions = (start + tree.depths.to(device)).clamp(max=target.config.block_size - 1)  # absent nodes may be out
     mask = None if tree.is_chain else tree.mask.to(device)  # (1 or B, N, N)
-    logits = target(draft.tokens.to(device).clamp(min=0), cache, positions, mask)  # (B, N, V)
+    logits = target(tokens.clamp(min=0), cache, positions, mask)  # (B, N, V)
     return sampling.probs(logits, "target")
 
 

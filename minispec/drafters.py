@@ -94,7 +94,7 @@ class ModelDrafter:
 
     @property
     def max_nodes(self) -> int:
-        return self.tree.size
+        return self.tree.cut(self.model.config.block_size).size
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> ModelSession:
         return ModelSession(self, prompts, sampling)
@@ -114,7 +114,7 @@ class ModelSession:
         self.sampling = Sampling() if self.how == "top-k" else sampling
         self.texts = [list(prompt) for prompt in prompts]
         config, device, dtype = self.model.config, self.model.device, self.model.dtype
-        capacity = config.block_size + self.tree.size
+        capacity = config.block_size + drafter.max_nodes
         self.cache = KVCache(config, len(prompts), capacity, device=device, dtype=dtype)
 
     def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
@@ -227,7 +227,7 @@ class NoSession:
 
     def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
         self.pending = [new[-1] if new else old for new, old in zip(new_tokens, self.pending, strict=True)]
-        return Draft(Tree.chain(0), torch.tensor(self.pending)[:, None], None, "chosen")
+        return Draft(Tree.chain(0), torch.tensor(self.pending, device="cpu")[:, None], None, "chosen")
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         pass

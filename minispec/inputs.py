@@ -1,23 +1,42 @@
-"""Checks of what a caller hands in: one-line errors, before any forward pass."""
+"""Checks of what a caller or a drafter hands in: one-line errors."""
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 
+from minispec.drafters import Draft
 from minispec.model import LanguageModel
 from minispec.sampling import Sampling
+from minispec.verify import Rule, check_kind
 
 
 def check_integer(name: str, value: object, least: int) -> int:
     """`value` if it is an integer >= least (a bool is none)."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise TypeError(f"{name} must be an integer >= {least}, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
-    return value
+    return int(value)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """An int, or what NumPy has for one; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def check_rng(rng: Any, rows: int) -> None:
+    """Refuse an `rng` that lacks a method, or has no key for a row."""
+    wanted = ["flip", "pick"] + (["select"] if rows > 1 else [])
+    missing = [name for name in wanted if not callable(getattr(rng, name, None))]
+    if missing:
+        raise TypeError(f"rng must have {', '.join(wanted)} for {rows} rows, {type(rng).__name__} lacks {missing[0]}")
+    if len(getattr(rng, "keys", range(rows))) != rows:
+        raise ValueError(f"rng has keys for {len(rng.keys)} rows, got {rows} prompts")
 
 
 def check_sampling(sampling: Sampling | None) -> Sampling:
@@ -31,32 +50,32 @@ def check_sampling(sampling: Sampling | None) -> Sampling:
 
 def is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts rather than one."""
-    if isinstance(prompt, torch.Tensor):
-        return prompt.ndim > 1
-    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and not isinstance(prompt[0], int)
+    if hasattr(prompt, "ndim"):  # a tensor or an array
+        return bool(prompt.ndim > 1)
+    several = (list, tuple, torch.Tensor, np.ndarray)
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], several)
 
 
 def prompt_lists(prompt: Any, vocab_size: int, block_size: int) -> list[list[int]]:
     """One list of ids a prompt, checked. Takes lists, tuples and integer tensors of rank 1 (one) or 2 (many)."""
-    if isinstance(prompt, torch.Tensor):
-        if prompt.ndim not in (1, 2) or prompt.is_floating_point() or prompt.dtype == torch.bool:
-            raise TypeError(
-                f"prompt must be integer token ids of rank 1 or 2, got {prompt.dtype} of shape {tuple(prompt.shape)}"
-            )
+    if isinstance(prompt, (torch.Tensor, np.ndarray)):
+        kind = f"{prompt.dtype} of shape {tuple(prompt.shape)}"
+        if prompt.ndim not in (1, 2) or any(name in str(prompt.dtype) for name in ("float", "bool", "complex")):
+            raise TypeError(f"prompt must be integer token ids of rank 1 or 2, got {kind}")
         prompt = prompt.tolist()
     if isinstance(prompt, str) or not isinstance(prompt, (list, tuple)):
         raise TypeError(f"prompt must be a list of token ids, or a list of such lists, got {type(prompt).__name__}")
     prompts = prompt if is_batch(prompt) else [prompt]
     for row, ids in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt {row}"
-        if isinstance(ids, torch.Tensor) and ids.ndim == 1 and not ids.is_floating_point():
+        if isinstance(ids, (torch.Tensor, np.ndarray)) and ids.ndim == 1:
             ids = ids.tolist()
         if not isinstance(ids, (list, tuple)):
             raise TypeError(f"{name} must be a list of token ids, got {type(ids).__name__}")
         if not 1 <= len(ids) <= block_size:
             raise ValueError(f"{name} must have 1..{block_size} tokens (block_size), got {len(ids)}")
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
+            if not is_integer(token):
                 raise TypeError(f"{name} must hold integer token ids, got {token!r}")
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} must hold token ids in 0..{vocab_size - 1}, got {token}")
@@ -70,11 +89,32 @@ def stop_set(stop: Sequence[int] | None, end_of_text: int | None, vocab_size: in
     if isinstance(stop, (str, int)):
         raise TypeError(f"stop must be a list of token ids, got {stop!r}")
     for token in stop:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if not is_integer(token):
             raise TypeError(f"stop must hold integer token ids, got {token!r}")
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop must hold token ids in 0..{vocab_size - 1}, got {token}")
-    return frozenset(stop)
+    return frozenset(map(int, stop))
+
+
+def check_draft(draft: Draft, rule: Rule, pending: Sequence[int], depth_limit: Sequence[int], vocab_size: int) -> None:
+    """Refuse a draft that is not what its kind says, or does not continue the text. ValueError says what is wrong."""
+    tree, tokens = draft.tree, draft.tokens
+    check_kind(rule, draft.kind)
+    if draft.kind == "chain" and not tree.is_chain:
+        raise ValueError(f"draft of kind 'chain' has the parents {tree.rows}")
+    if rule.needs_q and draft.q is None:
+        raise ValueError(f"rule {rule.name!r} needs q, the law of each draft token; this draft has none")
+    if tokens.shape != (len(pending), tree.size):
+        raise ValueError(f"draft: tokens must have the shape {(len(pending), tree.size)}, got {tuple(tokens.shape)}")
+    if tree.max_depth > min(depth_limit):
+        limit = torch.tensor(depth_limit, device=tokens.device)[:, None]  # (B, 1)
+        if bool(((tree.depths.to(tokens.device) > limit) & (tokens >= 0)).any()):
+            raise ValueError(f"draft goes deeper than depth_limit {list(depth_limit)}")
+    if tokens.device.type == "cpu":  # to look at a GPU's tokens would mean to wait for them
+        if tokens[:, 0].tolist() != list(pending):
+            raise ValueError(f"draft: node 0 must hold the last token, {list(pending)}, got {tokens[:, 0].tolist()}")
+        if int(tokens.max()) >= vocab_size:
+            raise ValueError(f"draft: tokens must be ids in 0..{vocab_size - 1} or -1, got {int(tokens.max())}")
 
 
 def check_models(target: LanguageModel, draft: LanguageModel) -> None:

@@ -106,4 +106,4 @@ def merge_runs(pending: Sequence[int], runs: Sequence[Sequence[Sequence[int]]]) 
             tokens.append(-1)
     trees = [tuple(parents) for parents, _ in rows]
     tree = Tree(tuple(trees[:1] if len(set(trees)) == 1 else trees))
-    return Draft(tree, torch.tensor([tokens for _, tokens in rows]), None, "chosen")
+    return Draft(tree, torch.tensor([tokens for _, tokens in rows], device="cpu"), None, "chosen")

@@ -116,7 +116,8 @@ def _load_model(root: Path, name: str, config: Mapping[str, Any], tokenizer: Tok
     file = f"{name}.safetensors"
     shape = _section(root, config, name)
     try:
-        model = GPT(GPTConfig(**{field.name: shape.get(field.name) for field in fields(GPTConfig)}))  # type: ignore[arg-type]
+        with torch.device("meta"):  # weights come from the file; the global generator stays as it is
+            model = GPT(GPTConfig(**{field.name: shape.get(field.name) for field in fields(GPTConfig)}))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{root / CONFIG}: section {name!r}: {error}; {AGAIN}") from None
     path = _verified(root, file, config)
@@ -125,7 +126,7 @@ def _load_model(root: Path, name: str, config: Mapping[str, Any], tokenizer: Tok
     except SafetensorError as error:
         raise ValueError(f"{path}: not a safetensors file ({error}); {AGAIN}") from None
     check_tensors(path, model, tensors)
-    model.load_state_dict(tensors)
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
     model.end_of_text = tokenizer.end_of_text
     return model.eval().requires_grad_(False)
 

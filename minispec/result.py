@@ -64,7 +64,10 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / tested: estimates alpha = sum min(p, q). None when nothing was tested."""
+        """Accepted / tested: estimates alpha = sum min(p, q) on a chain under `token`. None when nothing was tested.
+
+        `block` keeps the last success, so its rate is higher than alpha.
+        """
         return self.accepted / self.tested if self.tested else None
 
     @property

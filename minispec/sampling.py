@@ -8,7 +8,9 @@ gives its exact output law (`minispec.lab.exact_law`).
 
 from __future__ import annotations
 
+import copy
 import math
+import numbers
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,15 +19,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-COLDEST = 1e-30  # temperatures below this are raised to it: already one-hot, and 1 / T stays finite in float32
+COLDEST, HOTTEST = 1e-30, 1e30  # temperatures beyond are taken as these: T and 1 / T stay finite in float32
 
 
 def _number(name: str, value: object, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
-    return float(value)
+    return number
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Sampling:
             best = logits.argmax(-1, keepdim=True)  # (..., 1), the first of equals
             return torch.zeros_like(logits).scatter_(-1, best, 1.0)
         if self.temperature != 1.0:
-            logits = (logits - top) / max(self.temperature, COLDEST)
+            logits = (logits - top) / min(max(self.temperature, COLDEST), HOTTEST)
         V = logits.shape[-1]
         if (self.top_k is None or self.top_k >= V) and (self.top_p is None or self.top_p == 1):
             return torch.softmax(logits, -1)
@@ -128,6 +134,8 @@ class Randomness:
         if seed is None:
             seed = secrets.randbits(63)
         wrong = f"seed must be an integer, or {rows} integers (one a row), got {seed!r}"
+        if isinstance(seed, numbers.Integral) and not isinstance(seed, bool):
+            seed = int(seed)
         given: list[Any] = list(seed) if isinstance(seed, (list, tuple)) else [seed]
         if any(isinstance(key, bool) or not isinstance(key, int) for key in given):
             raise TypeError(wrong)
@@ -135,29 +143,34 @@ class Randomness:
         if len(keys) != rows:
             raise ValueError(wrong)
         self.keys = keys
-        self._generator = torch.Generator().manual_seed(mix(keys[0], rows))
-        self._keyed = torch.Generator()
+        self._generator = torch.Generator("cpu").manual_seed(mix(keys[0], rows))
+        self._keyed = torch.Generator("cpu")
 
     def flip(self, prob: Tensor) -> Tensor:
-        u = torch.rand(prob.shape, generator=self._generator)  # in [0, 1): 0 never passes, 1 always does
+        dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
+        u = torch.rand(prob.shape, generator=self._generator, dtype=dtype, device="cpu")  # in [0, 1): 1 always passes
         return u.to(prob.device) < prob
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
         """An exponential race: the argmax of weights / Exp(1) noise is drawn in proportion to the weights."""
-        noise = torch.empty(weights.shape, dtype=weights.dtype)  # (B, V)
+        noise = torch.empty(weights.shape, dtype=torch.float64, device="cpu")  # (B, V)
         if at is None:
             noise.uniform_(generator=self._generator)
         else:
             for row, position in zip(range(len(noise)), at, strict=True):
                 self._keyed.manual_seed(mix(self.keys[row], position))
                 noise[row].uniform_(generator=self._keyed)
-        # -log(u), kept in (0, inf): a weight of 0 then never wins against a positive one
-        noise.log_().neg_().clamp_(torch.finfo(noise.dtype).tiny, torch.finfo(noise.dtype).max)
+        # -log(u) in float64, as float32 has no u between 1 - 6e-8 and 1 and would never draw the rarest tokens; kept
+        # in (0, inf), so that a weight of 0 never wins against a positive one
+        noise = noise.log_().neg_().to(weights.dtype)
+        noise.clamp_(torch.finfo(noise.dtype).tiny, torch.finfo(noise.dtype).max)
         return (weights / noise.to(weights.device)).argmax(-1)  # (B,)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only; each keeps its key."""
-        self.keys = [self.keys[row] for row in rows]
+    def select(self, rows: Sequence[int]) -> Randomness:
+        """The same randomness for these rows only; each keeps its key. This object stays as it is."""
+        chosen = copy.copy(self)
+        chosen.keys = [self.keys[row] for row in rows]
+        return chosen
 
 
 class Shifted:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,11 +106,13 @@ class Tree:
     @cached_property
     def depths(self) -> Tensor:
         """Depth of each node: (1 or B, N)."""
-        out = torch.zeros(len(self.rows), self.size, dtype=torch.long)
-        for r, row in enumerate(self.rows):
-            for node, parent in enumerate(row[1:], start=1):
-                out[r, node] = out[r, parent] + 1
-        return out
+        lists = []
+        for row in self.rows:
+            depths = [0]
+            for parent in row[1:]:
+                depths.append(depths[parent] + 1)
+            lists.append(depths)
+        return constant(lists)
 
     @cached_property
     def max_depth(self) -> int:
@@ -117,16 +121,18 @@ class Tree:
     @cached_property
     def parents(self) -> Tensor:
         """Parent of each node, -1 for the root: (1 or B, N)."""
-        return torch.tensor(self.rows)
+        return constant(self.rows)
 
     @cached_property
     def mask(self) -> Tensor:
         """mask[r, i, j]: node i sees node j, being itself or below it in the tree: (1 or B, N, N)."""
-        out = torch.eye(self.size, dtype=torch.bool).repeat(len(self.rows), 1, 1)
-        for r, row in enumerate(self.rows):
+        masks = []
+        for row in self.rows:
+            mask = [[i == j for j in range(self.size)] for i in range(self.size)]
             for node, parent in enumerate(row[1:], start=1):
-                out[r, node] |= out[r, parent]
-        return out
+                mask[node] = [own or above for own, above in zip(mask[node], mask[parent], strict=True)]
+            masks.append(mask)
+        return constant(masks).bool()
 
     @cached_property
     def _children(self) -> list[list[list[int]]]:
@@ -142,7 +148,7 @@ class Tree:
         """Children of each node in draw order, padded with -1: (1 or B, N, C)."""
         C = max(len(lists) for row in self._children for lists in row)
         padded = [[[*lists, *[-1] * (C - len(lists))] for lists in row] for row in self._children]
-        return torch.tensor(padded, dtype=torch.long)
+        return constant(padded)
 
     @cached_property
     def levels(self) -> list[list[int]]:
@@ -163,36 +169,42 @@ class Tree:
         return Tree(tuple(row[:kept] for row in self.rows))
 
 
+def constant(values: Any) -> Tensor:
+    """Integers on the CPU, whatever the default device; no inference tensor, as it outlives the call."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.long, device="cpu")
+
+
 @lru_cache(maxsize=64)
 def _best(rates: tuple[float, ...], nodes: int, max_depth: int) -> Tree:
     if any(not 0 <= a <= 1 for a in rates) or sum(rates) > 1 + 1e-9:
         raise ValueError(f"acceptance_by_rank must be rates >= 0 with a sum <= 1, got {list(rates)}")
     if nodes < 1 or max_depth < 0:
         raise ValueError(f"nodes must be >= 1 and max_depth >= 0, got {nodes} and {max_depth}")
-
-    @cache
-    def value(n: int, depth: int) -> tuple[float, tuple[int, ...]]:
-        """F(n, depth) and the sizes of the children's subtrees."""
-        gain, sizes = split(n - 1, depth, 0)
-        return 1 + gain, sizes
-
-    @cache
-    def split(n: int, depth: int, rank: int) -> tuple[float, tuple[int, ...]]:
-        """Best use of at most n nodes for the children from `rank` on; none may be left out before another."""
-        found: tuple[float, tuple[int, ...]] = (0.0, ())
-        if n == 0 or depth == 0 or rank == len(rates):
-            return found
-        for size in range(1, n + 1):
-            here = rates[rank] * value(size, depth - 1)[0]
-            rest, sizes = split(n - size, depth, rank + 1)
-            if here + rest > found[0] + 1e-15:
-                found = (here + rest, (size, *sizes))
-        return found
-
-    parents, queue = [-1], [(0, nodes, max_depth)]
+    values = [np.concatenate([[0.0], np.ones(nodes)])]  # F(n, d) of all n, a level of depth after the other
+    choices: list[list[np.ndarray]] = [[]]  # size of the child of each rank, where n nodes are left for it and the rest
+    for _ in range(min(max_depth, nodes - 1)):
+        gain = np.zeros(nodes + 1)
+        sizes: list[np.ndarray] = []
+        for rate in reversed(rates):
+            best, size = np.zeros(nodes + 1), np.zeros(nodes + 1, dtype=int)
+            for n in range(1, nodes + 1):  # this child takes s = 1..n of them, the later ones the rest
+                options = rate * values[-1][1 : n + 1] + gain[n - 1 :: -1][:n]
+                s = int(options.argmax())
+                if options[s] > 1e-15:
+                    best[n], size[n] = options[s], s + 1
+            gain = best
+            sizes.insert(0, size)
+        choices.append(sizes)
+        values.append(np.concatenate([[0.0], 1 + gain[:nodes]]))
+    parents, queue = [-1], [(0, nodes, len(values) - 1)]
     while queue:  # breadth-first
         node, n, depth = queue.pop(0)
-        for size in value(n, depth)[1]:
+        left = n - 1
+        for size in choices[depth]:
+            if left < 1 or not size[left]:
+                break
             parents.append(node)
-            queue.append((len(parents) - 1, size, depth - 1))
+            queue.append((len(parents) - 1, int(size[left]), depth - 1))
+            left -= int(size[left])
     return Tree((tuple(parents),))

@@ -31,6 +31,7 @@ from minispec.tree import Tree
 
 NOTHING = 1e-9  # a residual with no entry above this is rounding noise
 TINY = 1e-15
+ANY = frozenset({"chain", "without", "iid", "coupled", "chosen"})  # the kinds of draft there are
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -183,6 +184,18 @@ class Rule:
     chain: Callable[[Tensor, Tensor, Tensor, Rng], tuple[Tensor, Tensor]] | None = None
     tree: Callable[[Tensor, Tensor | None, Tensor, Tree, Rng], tuple[Tensor, Tensor]] | None = None
 
+    def __post_init__(self) -> None:
+        if (self.chain is None) == (self.tree is None):
+            raise ValueError(f"rule {self.name!r} must have either a chain function or a tree function")
+        unknown = sorted(self.kinds - ANY)
+        if unknown or not self.kinds:
+            raise ValueError(f"rule {self.name!r}: kinds must be some of {', '.join(sorted(ANY))}, got {unknown}")
+
+    @property
+    def needs_q(self) -> bool:
+        """Whether it looks at the draft's law: one that takes chosen candidates cannot."""
+        return "chosen" not in self.kinds and "coupled" not in self.kinds
+
     def verify(self, p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:
         """Path (B, D+1) padded with -1 and next token (B,), for a chain rule as for a tree rule."""
         if self.tree is not None:
@@ -194,7 +207,6 @@ class Rule:
         return torch.where(nodes <= accepted[:, None], nodes, -1), emitted
 
 
-ANY = frozenset({"chain", "without", "iid", "coupled", "chosen"})
 RULES = {
     "token": Rule("token", frozenset({"chain"}), "without", chain=token),
     "block": Rule("block", frozenset({"chain"}), "without", chain=block),

@@ -146,17 +146,22 @@ def test_noncentrality_of_power_99_at_level_1e_6(df: int, want: float) -> None:
     assert detectable_tv(304_000, 63) == pytest.approx(0.01, rel=0.01)
 
 
-def test_the_test_has_its_size() -> None:
-    """2,000 samples of the law itself: rejections at level .05 lie in their binomial interval."""
-    generator = torch.Generator().manual_seed(0)
-    law = torch.rand(27, generator=generator, dtype=torch.float64) ** 2
+LAWS = {"skewed": [(i + 1) ** 2 for i in range(27)], "flat": [1] * 150, "tailed": [80] * 10 + [1] * 200}
+
+
+@pytest.mark.parametrize("shape", LAWS)
+@pytest.mark.parametrize("arms", [1, 2])
+def test_the_test_has_its_size(shape: str, arms: int) -> None:
+    """1,000 samples of the law itself: rejections at level .05 lie in their binomial interval, cells merged or not."""
+    law = torch.tensor(LAWS[shape], dtype=torch.float64)
     law /= law.sum()
-    table = dict(enumerate(law.tolist()))
-    rejected = 0
-    for _ in range(2000):
-        drawn = torch.multinomial(law, 400, replacement=True, generator=generator)
-        rejected += not chi_squared(Counter(drawn.tolist()), table, level=0.05).passed
-    assert 60 <= rejected <= 145  # 100 +- 4.1 standard deviations
+    generator, table, rejected = torch.Generator().manual_seed(0), dict(enumerate(law.tolist())), 0
+    drawn = torch.multinomial(law.expand(1000 * arms, -1), 300, replacement=True, generator=generator)
+    for i in range(1000):
+        counts = [Counter(drawn[arms * i + k].tolist()) for k in range(arms)]
+        verdict = chi_squared(*counts, table, level=0.05) if arms == 1 else two_sample(*counts, level=0.05)
+        rejected += not verdict.passed
+    assert 22 <= rejected <= 78  # 50 +- 4.1 standard deviations
 
 
 @pytest.mark.slow

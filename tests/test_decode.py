@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from doubles import Counting, TableModel, random_gpt, rows_of
@@ -270,6 +271,8 @@ BAD = [
     ),
     ({"seed": 1, "rng": Randomness(1)}, r"give either seed or rng"),
     ({"seed": "1"}, r"seed must be an integer, or 1 integers"),
+    ({"rng": 5}, r"rng must have flip, pick for 1 rows, int lacks flip"),
+    ({"prompt": [[0], [1]], "rng": Randomness(1)}, r"rng has keys for 1 rows, got 2 prompts"),
     ({"draft": "gpt2"}, r"draft must be a GPT or a Drafter, got str"),
     ({"draft": NGramDrafter(2), "draft_len": 2}, r"this drafter has a shape of its own"),
     (
@@ -283,7 +286,7 @@ BAD = [
 def test_case_18_bad_input_is_refused_before_any_pass(bad: dict, message: str) -> None:
     target, draft = Counting(random_gpt(1)), Counting(random_gpt(2))
     call = {"draft": draft, "prompt": [0], "max_new_tokens": 3} | bad
-    many = any(text in message for text in ("prompt 1", "shape"))  # a stream takes one prompt only
+    many = any(text in message for text in ("prompt 1", "shape", "2 prompts"))  # a stream takes one prompt only
     for function in (speculate,) if many else (speculate, stream):
         with pytest.raises((ValueError, TypeError), match=message):
             function(target, **call)
@@ -468,6 +471,37 @@ def test_tensor_prompts(pair11: tuple[GPT, GPT]) -> None:
 # --- the rest ----------------------------------------------------------------------------------------------
 
 
+def test_numpy_integers_and_arrays_are_integers(pair11: tuple[GPT, GPT]) -> None:
+    target, draft = pair11
+    want = speculate(target, draft, [1, 2], max_new_tokens=10, seed=3, stop=[7])
+    for prompt in (np.array([1, 2]), [np.int64(1), np.int32(2)], (1, 2)):
+        got = speculate(target, draft, prompt, max_new_tokens=np.int64(10), seed=np.int64(3), stop=np.array([7]))
+        assert got == want
+    assert speculate(target, draft, np.array([[1, 2]]), max_new_tokens=10, seed=3, stop=[7]) == [want]
+    for prompt in (np.array([1.0]), np.zeros((1, 1, 1), dtype=int), np.array([True])):
+        with pytest.raises(TypeError, match="prompt must be integer token ids of rank 1 or 2"):
+            speculate(target, draft, prompt, max_new_tokens=3)
+
+
+def test_an_rng_object_may_serve_again(pair11: tuple[GPT, GPT]) -> None:
+    target, draft = pair11
+    rng = Randomness(3, rows=2)
+    speculate(target, draft, [[0] * 126, [1]], max_new_tokens=20, rng=rng)
+    assert len(rng.keys) == 2
+    again = speculate(target, draft, [[0] * 126, [1]], max_new_tokens=20, rng=rng, rule="match")
+    assert [r.tokens for r in again] == [
+        r.tokens for r in generate(target, [[0] * 126, [1]], max_new_tokens=20, seed=3)
+    ]
+
+
+def test_decoding_leaves_training_possible(pair11: tuple[GPT, GPT]) -> None:
+    tree = Tree.from_parents([-1, 0, 0, 1])
+    speculate(*pair11, [1], max_new_tokens=9, tree=tree, seed=0)
+    model = random_gpt(1).requires_grad_(True)
+    model(torch.tensor([[0, 1, 2, 0]]), None, tree.depths, tree.mask).sum().backward()
+    assert model.wpe.weight.grad is not None
+
+
 def test_stream_yields_the_steps_of_speculate(pair11: tuple[GPT, GPT]) -> None:
     target, draft = pair11
     result = speculate(target, draft, [1, 2], max_new_tokens=30, seed=3)
@@ -486,7 +520,7 @@ def test_an_rng_of_ones_own(pair11: tuple[GPT, GPT]) -> None:
 
     want = speculate(target, draft, [1, 2], max_new_tokens=30, seed=3)
     assert speculate(target, draft, [1, 2], max_new_tokens=30, rng=Mine()) == want
-    with pytest.raises(TypeError, match=r"must also have select"):
+    with pytest.raises(TypeError, match=r"rng must have flip, pick, select for 2 rows, Mine lacks select"):
         speculate(target, draft, [[1], [2]], max_new_tokens=30, rng=Mine())
 
 

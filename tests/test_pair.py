@@ -59,6 +59,12 @@ def test_round_trip(made: Path) -> None:
     }
 
 
+def test_loading_leaves_the_global_generator_alone(made: Path) -> None:
+    before = torch.get_rng_state()
+    load_pair(made)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Bomb:
     def __reduce__(self):  # type: ignore[no-untyped-def]
         return (Path.touch, (Path("executed"),))

@@ -72,14 +72,15 @@ def test_case_7_extreme_temperatures() -> None:
     logits = torch.tensor([0.1, 0.3, 0.2999])
     for dtype in (torch.float32, torch.float64):
         assert torch.equal(Sampling(1e-40).probs(logits.to(dtype)), Sampling(0).probs(logits.to(dtype)))
-        close(Sampling(1e6).probs(logits.to(dtype)), [1 / 3] * 3, 1e-4)
+        for hot in (1e6, 1e39, 1e300):
+            close(Sampling(hot).probs(logits.to(dtype)), [1 / 3] * 3, 1e-4)
 
 
 def test_greedy_ties_go_to_the_lowest_index() -> None:
     assert Sampling(0).probs(torch.tensor([1.0, 5.0, 5.0])).tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize("temperature", [-1, math.nan, math.inf, "0.7", True, None])
+@pytest.mark.parametrize("temperature", [-1, math.nan, math.inf, "0.7", True, None, 10**400])
 def test_case_7_bad_temperature(temperature: object) -> None:
     with pytest.raises((ValueError, TypeError), match=r"temperature must be a finite number >= 0, got"):
         Sampling(temperature)  # type: ignore[arg-type]
@@ -141,6 +142,35 @@ def test_pick_draws_in_proportion_and_never_a_zero(dtype: torch.dtype, keyed: bo
     assert torch.allclose(counts[[1, 2, 4]], torch.tensor([0.5, 0.25, 0.25]), atol=6 * 0.5 / len(drawn) ** 0.5)
 
 
+def test_pick_draws_the_rarest_tokens_too() -> None:
+    """A million tokens of 1e-8 each: their noise must be finer than a float32 uniform, whose steps are 6e-8."""
+    weights = torch.full((1, 1_000_001), 1e-8)
+    weights[0, 0] = 1.0
+    rng = Randomness(2)
+    hits = sum(int(rng.pick(weights)[0]) != 0 for _ in range(800))
+    assert 1 <= hits <= 24  # 800 x .0099 = 7.9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_host_programs_defaults_do_not_matter(dtype: torch.dtype) -> None:
+    want = Randomness(1).flip(torch.full((50,), 0.5)), Randomness(1).pick(torch.ones(2, 9))
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        got = (
+            Randomness(1).flip(torch.full((50,), 0.5, dtype=torch.float32)),
+            Randomness(1).pick(torch.ones(2, 9, dtype=torch.float32)),
+        )
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    with torch.device("meta"):  # a default device
+        weights = torch.ones(1, 3, device="cpu")
+        assert Randomness(1).pick(weights).device.type == "cpu"
+        assert Randomness(1).flip(weights).all()
+
+
 def test_pick_survives_noise_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0]])
     for u in (0.0, 1.0):  # -log(u) is infinite, or zero
@@ -157,8 +187,8 @@ def test_keyed_picks_depend_on_row_key_and_position_alone() -> None:
     assert a.pick(weights, at=[9]) == both[1]
     assert a.pick(weights, at=[9]) == both[1]
     assert a.pick(weights, at=[10]) != both[1]
-    b.select([1])
-    assert b.pick(weights, at=[9]) == both[1]
+    assert b.select([1]).pick(weights, at=[9]) == both[1]
+    assert b.keys == [1, 7]  # the object itself stays as it is
     assert Shifted(a, [5]).pick(weights, at=[4]) == both[1]
 
 

@@ -24,7 +24,7 @@ LAYERS = {  # what each core module may import of the package; the list of the d
     "result": set(),
     "tokenizer": set(),
     "files": set(),
-    "inputs": {"model", "sampling"},
+    "inputs": {"drafters", "model", "sampling", "verify"},
     "decode": {"cache", "drafters", "inputs", "model", "result", "sampling", "tree", "verify"},
     "pair": {"files", "inputs", "model", "tokenizer"},
 }

@@ -76,7 +76,7 @@ class LyingDrafter:
             """Two laws from the same logits: one to draw from, one to tell."""
 
             def probs(self, logits: Tensor, who: str) -> Tensor:
-                told_laws.append(told.probs(logits, who))
+                told_laws.append(told.probs(logits, who)[:, 0])
                 return drawn.probs(logits, who)
 
         told_laws: list[Tensor] = []

@@ -7,6 +7,7 @@ q(x) is low" is not: it changes the output law (TV .15 and more on small models)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class AdaptiveDrafter:
 
     def __post_init__(self) -> None:
         check_integer("max_len", self.max_len, 0)
-        if self.cost < 0 or self.speed_up <= 0:
+        if not (0 <= self.cost < math.inf and 0 < self.speed_up < math.inf):
             raise ValueError(f"cost must be >= 0 and speed_up > 0, got {self.cost} and {self.speed_up}")
 
     @property

@@ -38,6 +38,8 @@ class DynamicTree:
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("max_depth", 0), ("width", 1)):
             check_integer(name, getattr(self, name), least)
+        if self.confidence is not None and Sampling(self.confidence).greedy:
+            raise ValueError(f"confidence must be a temperature > 0 or None, got {self.confidence!r}")
 
     @property
     def kind(self) -> str:

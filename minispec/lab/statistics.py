@@ -41,7 +41,8 @@ def chi_squared(
 ) -> Verdict:
     """One-sample test of `counts` against `law` {output: probability}, which must sum to 1.
 
-    Outputs are merged in ascending order of probability until each bin expects at least `min_expected`. An output
+    Outputs are merged in ascending order of probability until each bin expects at least `min_expected`; among equal
+    ones the order must not depend on the counts, or rare outputs that were seen would meet in one bin. An output
     of probability 0 fails outright. Raises `ValueError` for an empty sample or a law that does not sum to 1.
     """
     n = sum(counts.values())
@@ -50,8 +51,8 @@ def chi_squared(
     if abs(sum(law.values()) - 1) > 1e-6:
         raise ValueError(f"law: probabilities must sum to 1, got {sum(law.values())}")
     impossible = tuple(x for x, count in counts.items() if count and law.get(x, 0.0) <= 0)
-    cells = sorted((p, counts.get(x, 0)) for x, p in law.items() if p > 0)
-    expected, observed = merge([n * p for p, _ in cells], [c for _, c in cells], min_expected)
+    cells = sorted((x for x, p in law.items() if p > 0), key=lambda x: (law[x], repr(x)))  # blind to the counts
+    expected, observed = merge([n * law[x] for x in cells], [counts.get(x, 0) for x in cells], min_expected)
     statistic = float(((observed - expected) ** 2 / expected).sum())
     df = len(expected) - 1
     p_value = float(stats.chi2.sf(statistic, df)) if df else 1.0
@@ -68,8 +69,9 @@ def two_sample(
     if n == 0 or m == 0:
         raise ValueError(f"both samples must hold something, got sizes {n} and {m}")
     share = min(n, m) / (n + m)
-    cells = sorted((a.get(x, 0) + b.get(x, 0), a.get(x, 0)) for x in a.keys() | b.keys())
-    pooled, first = merge([c * share for c, _ in cells], [c for _, c in cells], min_expected)
+    total = {x: a.get(x, 0) + b.get(x, 0) for x in a.keys() | b.keys()}
+    cells = sorted(total, key=lambda x: (total[x], repr(x)))  # blind to which sample a count is from
+    pooled, first = merge([total[x] * share for x in cells], [a.get(x, 0) for x in cells], min_expected)
     pooled = pooled / share
     second = pooled - first
     e1, e2 = pooled * n / (n + m), pooled * m / (n + m)
