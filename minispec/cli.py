@@ -15,7 +15,7 @@ import torch
 
 from minispec import __version__, bench
 from minispec.decode import DEFAULT_DRAFT_LEN, generate, speculate, stream
-from minispec.drafters import Drafter
+from minispec.drafters import Drafter, EarlyExitDrafter
 from minispec.model import GPT
 from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair
@@ -23,6 +23,7 @@ from minispec.result import Result, Stats, Step, summarise
 from minispec.sampling import Sampling
 from minispec.train import commands as train_commands
 from minispec.train import curves, draft_commands
+from minispec.tree import Tree
 from minispec.verify import RULES
 
 REPEATS = 5  # of each side under --compare
@@ -58,7 +59,9 @@ def _add_generate(commands: Any) -> None:
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with mass P")
     add("--seed", type=int, help="default: a fresh one, which is printed")
     add("--draft-len", type=int, default=DEFAULT_DRAFT_LEN, metavar="K", help="draft tokens a step (default 4)")
-    add("--drafter", choices=("model", "ngram"), default="model", help="the pair's draft, or prompt lookup")
+    add(
+        "--draft", default="draft", metavar="NAME", help="draft file of the pair (try misaligned), or ngram, early-exit"
+    )
     add("--rule", choices=sorted(RULES), help="verification rule (default: token, or match where that is exact)")
     add("--device", default="auto", help="cpu, cuda, mps, or auto (default)")
     add("--pair", type=Path, metavar="DIR", help="folder of another pair than the shipped one")
@@ -95,13 +98,17 @@ def _prompt(text: str | None) -> str:
 def run_generate(args: argparse.Namespace) -> None:
     text = _prompt(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    pair = load_pair(args.pair, device=pick_device(args.device))
+    name = "draft" if args.draft in ("ngram", "early-exit") else args.draft
+    pair = load_pair(args.pair, device=pick_device(args.device), draft=name)
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     draft: GPT | Drafter = pair.draft
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": seed}
     shape: dict[str, Any] = {"draft_len": args.draft_len, "rule": args.rule}
-    if args.drafter == "ngram":
+    if args.draft == "ngram":
         draft, shape = NGramDrafter(args.draft_len), {"rule": args.rule}
+    elif args.draft == "early-exit":
+        layers = max(pair.target.config.n_layer // 4, 1)
+        draft, shape = EarlyExitDrafter(pair.target, layers, Tree.chain(args.draft_len)), {"rule": args.rule}
     prompt = pair.tokenizer.encode(text)
     steps = _stream_text(pair, text, stream(pair.target, draft, prompt, **options, **shape), args.colour)
     if args.compare:

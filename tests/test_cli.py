@@ -44,7 +44,9 @@ def test_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (
         ["--temperature", "0"],
         ["--temperature", "1", "--top-k", "5", "--top-p", "0.9", "--draft-len", "2", "--rule", "match"],
-        ["--drafter", "ngram"],
+        ["--draft", "ngram"],
+        ["--draft", "early-exit", "--draft-len", "2", "--rule", "block"],
+        ["--draft", "misaligned"],
         ["--draft-len", "0", "--device", "cpu"],
     ):
         assert main(["generate", "Once upon a time", *SHORT, *options]) == 0
@@ -103,11 +105,12 @@ BAD = [
     (["generate", "x", "--draft-len", "1.9"], "argument --draft-len: invalid int value: '1.9'"),
     (["generate", "x", "--max-new-tokens", "-1"], "max_new_tokens must be an integer >= 0, got -1"),
     (["generate", "x", "--rule", "nonsense"], "argument --rule: invalid choice: 'nonsense'"),
-    (["generate", "x", "--rule", "token", "--drafter", "ngram"], "does not accept a draft of kind 'chosen'"),
+    (["generate", "x", "--rule", "token", "--draft", "ngram"], "does not accept a draft of kind 'chosen'"),
     (["generate", ""], "prompt must not be empty"),
     (["generate", "word " * 2000], "(block_size), got"),
     (["generate", "x", "--device", "tpu9"], "device must be cpu, cuda, mps or auto"),
     (["generate", "x", "--pair", "nowhere"], "no such file"),
+    (["generate", "x", "--draft", "nobody"], "has no section 'nobody'"),
     (["train", "nowhere", "--size", "draft", "--steps", "1", "--pair", "nowhere"], "no such file"),
     (["train-tokenizer", "nowhere", "--pair", "nowhere"], "no *.txt file"),
     (["frobnicate"], "invalid choice: 'frobnicate'"),

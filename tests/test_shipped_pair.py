@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minispec import GPT, Pair, Sampling, generate, load_pair, speculate
+from minispec import GPT, RULES, Pair, Randomness, Rule, Sampling, generate, load_pair, speculate
 from minispec.pair import weights_folder
 
 GREEDY = Sampling(0)
@@ -65,6 +65,39 @@ def test_tokens_per_target_pass(shipped: Pair) -> None:
     results = speculate(shipped.target, shipped.draft, some, max_new_tokens=64, draft_len=4, seed=1)
     tokens, passes = sum(r.stats.new_tokens for r in results), sum(r.stats.target_passes for r in results)
     assert tokens / passes >= 2.2
+
+
+def test_a_misaligned_draft_collapses() -> None:
+    pair = load_pair(draft="misaligned")
+    some = [pair.tokenizer.encode(p) for p in prompts()]
+    results = speculate(pair.target, pair.draft, some, max_new_tokens=32, draft_len=4, seed=1)
+    tokens, passes = sum(r.stats.new_tokens for r in results), sum(r.stats.target_passes for r in results)
+    assert tokens / passes < 1.6
+    assert (weights_folder() / "misaligned.safetensors").stat().st_size <= 2e6
+
+
+@pytest.mark.slow
+def test_block_keeps_no_fewer_tokens_than_token_on_the_same_drafts(shipped: Pair) -> None:
+    """Both rules on the laws and drafts of real decoding, 20,000 steps, each with its own coins: mean and error."""
+    gains: list[torch.Tensor] = []
+    coins = Randomness(99)
+
+    def both(p, q, drafted, rng):  # type: ignore[no-untyped-def]
+        accepted, emitted = RULES["token"].chain(p, q, drafted, rng)  # type: ignore[misc]
+        if drafted.shape[1] == 5:
+            gains.append(RULES["block"].chain(p, q, drafted, coins)[0] - accepted)  # type: ignore[misc]
+        return accepted, emitted
+
+    rule = Rule("both", frozenset({"chain"}), "without", chain=both)
+    some = [shipped.tokenizer.encode(p) for p in prompts()]
+    seed = 0
+    while sum(map(len, gains)) < 20_000:
+        speculate(shipped.target, shipped.draft, some, max_new_tokens=200, draft_len=5, rule=rule, seed=seed, stop=())
+        seed += 1
+    gain = torch.cat(gains).double()
+    mean, error = float(gain.mean()), float(gain.std() / len(gain) ** 0.5)
+    print(f"\nblock - token: {mean:.4f} +- {error:.4f} accepted drafts a step, {len(gain)} steps")
+    assert mean > 2 * error
 
 
 def test_no_file_of_the_pair_is_too_large() -> None:

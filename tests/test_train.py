@@ -19,7 +19,7 @@ from minispec.train.checkpoint import load_checkpoint, model_from_checkpoint
 from minispec.train.data import batch_at, read_corpus
 from minispec.train.evaluate import bits_per_byte
 from minispec.train.fit import advance, make_optimizer
-from minispec.train.grow import deepen, widen
+from minispec.train.grow import deepen, grow, widen
 from minispec.train.language_model import train
 from minispec.train.recipe import Recipe, State
 
@@ -137,6 +137,9 @@ def test_growing_keeps_the_function() -> None:
     assert (deep.config.n_embd, deep.config.n_head, deep.config.n_layer) == (32, 4, 4)
     for grown in (wide, deep):
         assert (grown(batch) - model(batch)).abs().max() < 1e-5  # the grown weights pass through float32
+    assert grow(model, deep.config).config == deep.config
+    with pytest.raises(ValueError, match="does not lead to"):
+        grow(model, replace(model.config, n_embd=48))
     c_fc = wide.h[0].mlp.c_fc.weight
     assert (c_fc[:, :16] - c_fc[:, 16:]).abs().max() > 1e-3  # the copies are not equal for ever
 
@@ -193,6 +196,12 @@ def test_from_text_to_a_pair_that_generates(tmp_path: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert out.startswith("The fox")
     assert "8 tokens," in out
+    grown = ["--size", "target", "--width", "32", "--steps", "2", "--grow-from", f"{pair}/draft.checkpoint"]
+    shape[shape.index("--heads") + 1] = "4"
+    assert main(["train", folder, *grown, *shape, "--checkpoint", f"{pair}/grown.checkpoint"]) == 0
+    assert load_pair(pair).target.config.n_head == 4
+    shape[shape.index("--heads") + 1] = "2"
+    capsys.readouterr()
     assert main(["train", folder, "--size", "draft", "--width", "24", "--steps", "9", *shape]) == 2  # another shape
     assert "draft.checkpoint: holds" in capsys.readouterr().err
 

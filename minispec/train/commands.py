@@ -11,8 +11,10 @@ import torch
 from minispec.model import GPT, GPTConfig
 from minispec.pair import read_config, read_tokenizer, save_model, save_tokenizer
 from minispec.train.bpe import train_tokenizer
+from minispec.train.checkpoint import model_from_checkpoint
 from minispec.train.data import encode_texts, read_corpus
 from minispec.train.evaluate import bits_per_byte, token_lengths
+from minispec.train.grow import grow
 from minispec.train.language_model import train
 from minispec.train.progress import progress
 from minispec.train.recipe import Metrics, Recipe
@@ -40,6 +42,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     budget.add_argument("--steps", type=int, help="number of steps: repeatable to the bit")
     lm.add_argument("--batch", type=int, default=8, help="windows a step (default 8)")
     lm.add_argument("--lr", type=float, help="peak learning rate, where the size's own is not wanted")
+    lm.add_argument("--decay", type=float, default=0.3, help="share of the run in which the rate falls (default 0.3)")
+    lm.add_argument("--grow-from", type=Path, metavar="CHECKPOINT", help="start from a smaller model, doubled in size")
     lm.add_argument("--schedule", choices=("trapezoid", "cosine"), default="trapezoid")
     lm.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     lm.add_argument("--seed", type=int, default=0)
@@ -67,12 +71,16 @@ def run_train(args: argparse.Namespace) -> None:
         tokenizer.vocab_size, args.block_size, args.layers or layers, args.heads or heads, args.width or width
     )
     recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, lr=args.lr or lr, seed=args.seed)
-    recipe = replace(recipe, context=args.block_size, schedule=args.schedule, precision=args.precision)
+    recipe = replace(
+        recipe, context=args.block_size, schedule=args.schedule, precision=args.precision, decay=args.decay
+    )
     corpus = read_corpus(args.folder, args.validation)
     tokens, held_out = (encode_texts(tokenizer, texts) for texts in (corpus.train, corpus.validation))
     lengths = token_lengths(tokenizer)
     model = GPT(config)
     model.reset_parameters(torch.Generator().manual_seed(args.seed))
+    if args.grow_from is not None:
+        model = grow(model_from_checkpoint(args.grow_from), config, args.seed)
     model.to(args.device)
 
     def validate(model: GPT) -> Metrics:
@@ -83,6 +91,7 @@ def run_train(args: argparse.Namespace) -> None:
         state = train(model, tokens, recipe, checkpoint=checkpoint, validate=validate, on_step=on_step)
     final = bits_per_byte(model, held_out, lengths, windows=400)
     about = {"steps": state.step, "seconds": round(state.seconds), "tokens": state.step * args.batch * args.block_size}
-    stages = [{"name": "cross-entropy", "curve": state.history}]
+    shape = f"{config.n_layer} x {config.n_embd}"
+    stages = [{"name": f"cross-entropy, {shape}", "curve": state.history}]
     save_model(args.pair, args.size, model, training=about | {"bits_per_byte": round(final, 4), "stages": stages})
     print(f"{args.pair / args.size}.safetensors: {state.step} steps, {final:.3f} bits per byte on held-out text")

@@ -41,6 +41,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     distill.add_argument("--width", type=int, default=128, help="of a fresh draft (default 128)")
     distill.add_argument("--batch", type=int, default=4, help="windows a step (default 4)")
     distill.add_argument("--lr", type=float, help="peak learning rate (default 4e-3 fresh, 1e-3 otherwise)")
+    distill.add_argument(
+        "--decay", type=float, default=0.5, help="share of the run in which the rate falls (default 0.5)"
+    )
     distill.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     distill.add_argument("--seed", type=int, default=0)
     distill.add_argument("--validation", nargs="+", default=[], metavar="NAME", help="files never trained on")
@@ -69,7 +72,7 @@ def run_distill(args: argparse.Namespace) -> None:
         draft.to(args.device)
     recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, context=block, seed=args.seed)
     lr = args.lr or (4e-3 if args.fresh else 1e-3)
-    recipe = replace(recipe, lr=lr, warmup=50, decay=0.5, validate_every=50, precision=args.precision)
+    recipe = replace(recipe, lr=lr, warmup=50, decay=args.decay, validate_every=50, precision=args.precision)
     if args.data == "self":
         start = pair.tokenizer.encode(PARAGRAPH)
         held_out = own_samples(target, start, 16, block, args.seed)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from minispec.model import GPT
+from minispec.model import GPT, GPTConfig
 
 
 def _copies(weight: Tensor) -> Tensor:
@@ -61,3 +61,15 @@ def deepen(model: GPT) -> GPT:
             state[f"h.{2 * int(layer) + 1}.{rest}"] = torch.zeros_like(weight) if "c_proj" in rest else weight.clone()
     deep.load_state_dict(state)
     return deep
+
+
+def grow(model: GPT, config: GPTConfig, seed: int = 0) -> GPT:
+    """The model widened and deepened to `config`. ValueError where doubling does not lead there."""
+    grown = model
+    while grown.config.n_embd < config.n_embd:
+        grown = widen(grown, seed=seed)
+    while grown.config.n_layer < config.n_layer:
+        grown = deepen(grown)
+    if grown.config != config:
+        raise ValueError(f"doubling width (with heads) and depth of {model.config} does not lead to {config}")
+    return grown

@@ -23,7 +23,7 @@ class Recipe:
     decay: float = 0.3  # share of the run in which the rate falls to zero
     schedule: str = "trapezoid"  # or "cosine"
     weight_decay: float = 0.1
-    beta2: float = 0.99
+    beta2: float = 0.98
     clip: float = 1.0  # gradient norm
     precision: str = "float32"  # or "bfloat16": matrix products only, weights stay float32
     seed: int = 0
@@ -32,8 +32,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise ValueError(f"give either steps or minutes, got steps={self.steps} and minutes={self.minutes}")
-        for name in ("batch", "context", "lr", "validate_every"):
-            if getattr(self, name) <= 0:
+        for name in ("batch", "context", "lr", "decay", "validate_every"):
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
         for name, allowed in (("schedule", ("trapezoid", "cosine")), ("precision", ("float32", "bfloat16"))):
             if getattr(self, name) not in allowed:
