@@ -63,15 +63,15 @@ def test_colour_marks_the_targets_tokens(capsys: pytest.CaptureFixture[str], mon
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    main(["generate", "Once upon a time", *SHORT, "--colour"])
-    assert "\x1b[32m" in terminal.getvalue()
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    main(["generate", "Once upon a time", *SHORT, "--colour"])
-    assert "\x1b" not in terminal.getvalue()
+    for no_color, colours in ((None, True), ("1", False)):
+        with monkeypatch.context() as patch:  # ends before capsys does, which has a stdout of its own
+            patch.delenv("NO_COLOR", raising=False)
+            patch.setenv("TERM", "xterm")
+            if no_color:
+                patch.setenv("NO_COLOR", no_color)
+            patch.setattr(sys, "stdout", terminal := Terminal())
+            main(["generate", "Once upon a time", *SHORT, "--colour"])
+        assert ("\x1b[32m" in terminal.getvalue()) == colours
 
 
 def test_compare_prints_both_and_their_ratio(capsys: pytest.CaptureFixture[str]) -> None:
