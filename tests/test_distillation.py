@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def test_distillation_resumes_as_if_nothing_had_happened(target: GPT, tmp_path: 
     def interrupt(state, progress) -> None:  # type: ignore[no-untyped-def]
         losses.append(state.loss)
         if state.step == 17:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     path = tmp_path / "d.checkpoint"
     with pytest.raises(KeyboardInterrupt):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +19,11 @@ from safetensors.torch import save_file
 from minispec import GPT, GPTConfig
 from minispec.cli import main
 from minispec.pair import load_pair
-from minispec.train.checkpoint import load_checkpoint, model_from_checkpoint
+from minispec.train import fit as fit_module
+from minispec.train.checkpoint import load_checkpoint, model_from_checkpoint, read_checkpoint
 from minispec.train.data import batch_at, read_corpus
 from minispec.train.evaluate import bits_per_byte
-from minispec.train.fit import advance, make_optimizer
+from minispec.train.fit import advance, make_optimizer, update
 from minispec.train.grow import deepen, grow, widen
 from minispec.train.language_model import train
 from minispec.train.recipe import Recipe, State
@@ -53,24 +58,46 @@ def test_it_learns_and_repeats() -> None:
     assert curve(fresh(), replace(RECIPE, seed=1)) != first
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, error: type[BaseException]) -> None:
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     whole = curve(fresh(), RECIPE)
     path, losses = tmp_path / "run.checkpoint", []
 
-    def stop_at_13(state: State, progress: float) -> None:
+    def press_at_13(state: State, progress: float) -> None:
         losses.append(state.loss)
         if state.step == 13:
-            raise error
+            signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(error):
-        train(fresh(), tokens(), RECIPE, checkpoint=path, on_step=stop_at_13)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(fresh(), tokens(), RECIPE, checkpoint=path, on_step=press_at_13)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert len(losses) == 13
     model = fresh()
     losses += curve(model, RECIPE, path)
     assert losses == pytest.approx(whole, abs=1e-5)
     again = model_from_checkpoint(path)
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
     assert curve(fresh(), RECIPE, path) == []  # nothing is left to do
+
+
+def test_a_failure_within_a_step_saves_nothing_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.checkpoint"
+    whole = curve(fresh(), RECIPE)
+    calls = 0
+
+    def failing(*args: object) -> None:
+        nonlocal calls
+        calls += 1
+        update(*args)  # type: ignore[arg-type]
+        if calls == 13:  # the weights have moved, the step is not counted yet
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(fit_module, "update", failing)
+    with pytest.raises(RuntimeError):
+        train(fresh(), tokens(), RECIPE, checkpoint=path, save_every=0.0)
+    monkeypatch.undo()
+    assert steps_of(path) == 12
+    assert curve(fresh(), RECIPE, path)[-1] == pytest.approx(whole[-1], abs=1e-5)
 
 
 def test_a_trapezoid_keeps_a_copy_from_which_a_longer_run_goes_on(tmp_path: Path) -> None:
@@ -212,3 +239,38 @@ def test_the_time_a_process_was_stopped_is_not_spent() -> None:
     assert state.seconds == pytest.approx(12.0)
     advance(state, 1.0, 0.2)
     assert state.seconds == pytest.approx(12.2)
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_process_goes_on_from_its_checkpoint(tmp_path: Path, signal_: signal.Signals) -> None:
+    """Killed twice while it saves all the time: no half file under the final name, the same model in the end."""
+    (tmp_path / "tales").mkdir()
+    (tmp_path / "tales" / "fox.txt").write_text(TEXT * 60)
+    pair = tmp_path / "pair"
+    assert main(["train-tokenizer", str(tmp_path / "tales"), "--pair", str(pair), "--vocab-size", "280"]) == 0
+    shape = ["--block-size", "32", "--layers", "1", "--heads", "2", "--width", "32", "--batch", "2", "--steps", "400"]
+    args = ["train", str(tmp_path / "tales"), "--size", "draft", "--pair", str(pair), *shape]
+    whole, broken = tmp_path / "whole.checkpoint", tmp_path / "broken.checkpoint"
+    assert main([*args, "--checkpoint", str(whole)]) == 0
+    command = [sys.executable, "-m", "minispec", *args, "--save-every", "0", "--checkpoint", str(broken)]
+    done = 0
+    for _ in range(2):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        while process.poll() is None and (not broken.exists() or steps_of(broken) < done + 20):
+            time.sleep(0.05)
+        process.send_signal(signal_)
+        process.wait()
+        assert process.returncode in (-signal_, 130)
+        done = steps_of(broken)
+        assert 0 < done < 400
+    assert main([*args, "--checkpoint", str(broken)]) == 0
+    a, b = model_from_checkpoint(whole), model_from_checkpoint(broken)
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        assert (x - y).abs().max() < 1e-5
+    assert read_checkpoint(whole)[1]["state"]["loss"] == pytest.approx(
+        read_checkpoint(broken)[1]["state"]["loss"], abs=1e-5
+    )
+
+
+def steps_of(checkpoint: Path) -> int:
+    return int(read_checkpoint(checkpoint)[1]["state"]["step"])

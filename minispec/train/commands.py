@@ -49,6 +49,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     lm.add_argument("--seed", type=int, default=0)
     lm.add_argument("--device", default="cpu")
     lm.add_argument("--checkpoint", type=Path, help="file to save to and resume from (default: PAIR/SIZE.checkpoint)")
+    lm.add_argument("--save-every", type=float, default=120.0, metavar="SECONDS", help="default 120")
     lm.set_defaults(run=run_train)
     for command in (bpe, lm):
         command.add_argument("--pair", type=Path, required=True, help="folder of the pair that is being made")
@@ -88,7 +89,8 @@ def run_train(args: argparse.Namespace) -> None:
 
     checkpoint = args.checkpoint or args.pair / f"{args.size}.checkpoint"
     with progress(f"training {args.size}", args.batch * args.block_size) as on_step:
-        state = train(model, tokens, recipe, checkpoint=checkpoint, validate=validate, on_step=on_step)
+        options = {"checkpoint": checkpoint, "save_every": args.save_every, "validate": validate, "on_step": on_step}
+        state = train(model, tokens, recipe, **options)
     final = bits_per_byte(model, held_out, lengths, windows=400)
     about = {"steps": state.step, "seconds": round(state.seconds), "tokens": state.step * args.batch * args.block_size}
     shape = f"{config.n_layer} x {config.n_embd}"

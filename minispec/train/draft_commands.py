@@ -49,6 +49,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     distill.add_argument("--validation", nargs="+", default=[], metavar="NAME", help="files never trained on")
     distill.add_argument("--out", type=Path, metavar="DIR", help="save the pair with its new draft here")
     distill.add_argument("--checkpoint", type=Path, help="file to save to and resume from")
+    distill.add_argument("--save-every", type=float, default=120.0, metavar="SECONDS", help="default 120")
     distill.set_defaults(run=run_distill)
     evaluate = commands.add_parser("eval", help="bits per byte, acceptance and tokens per pass on text files")
     evaluate.add_argument("files", type=Path, nargs="+", metavar="FILE", help="text files (UTF-8), a row each")
@@ -90,10 +91,13 @@ def run_distill(args: argparse.Namespace) -> None:
 
     first = validate(draft)
     with progress(f"distilling ({args.loss})", args.batch * block) as on_step:
-        state = distil(
-            target, draft, batches, recipe, args.loss,
-            checkpoint=args.checkpoint, validate=validate, on_step=on_step,
-        )  # fmt: skip
+        options = {
+            "checkpoint": args.checkpoint,
+            "save_every": args.save_every,
+            "validate": validate,
+            "on_step": on_step,
+        }
+        state = distil(target, draft, batches, recipe, args.loss, **options)
     for name, value in validate(draft).items():
         print(f"{name}: {first[name]:.3f} before, {value:.3f} after {state.step} steps in {state.seconds:.0f} s")
     if args.out is not None:

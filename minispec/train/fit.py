@@ -7,8 +7,11 @@ What is learnt is an *objective*, a function (model, step, progress) -> loss: cr
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,15 +45,16 @@ def fit(
     """Train `model` in place and return the state.
 
     Resumes from `checkpoint` when that file is there, and saves to it every `save_every` seconds, at the end and
-    on Ctrl-C. Just before a trapezoid's decay starts a copy is kept as `<name>.stable`, from which a longer run
-    can go on. `validate(model)` gives named figures for the curve; `on_step(state, progress)` is told of each step.
+    on Ctrl-C, always between two steps. Just before a trapezoid's decay starts a copy is kept as `<name>.stable`,
+    from which a longer run can go on. `validate(model)` gives named figures for the curve; `on_step(state, progress)`
+    is told of each step.
     """
     optimizer, state = make_optimizer(model, recipe), State()
     if checkpoint is not None and checkpoint.exists():
         state = load_checkpoint(checkpoint, model, optimizer)
     model.train()
     saved, stable = time.monotonic(), False
-    try:
+    with between_steps() as interrupted:
         while (progress := recipe.progress(state)) < 1:
             start = time.monotonic()
             if checkpoint and not stable and recipe.schedule == "trapezoid" and progress >= 1 - recipe.decay:
@@ -65,14 +69,32 @@ def fit(
                 record(state, recipe, validate(model) if validate else {})
             if on_step is not None:
                 on_step(state, recipe.progress(state))
-            if checkpoint is not None and time.monotonic() - saved > save_every:
+            if checkpoint is not None and (interrupted() or time.monotonic() - saved > save_every):
                 save_checkpoint(checkpoint, model, optimizer, state, recipe)
                 saved = time.monotonic()
-        record(state, recipe, validate(model) if validate else {})
-    finally:
-        if checkpoint is not None and state.step:
-            save_checkpoint(checkpoint, model, optimizer, state, recipe)
+            if interrupted():
+                raise KeyboardInterrupt
+    record(state, recipe, validate(model) if validate else {})
+    if checkpoint is not None and state.step:
+        save_checkpoint(checkpoint, model, optimizer, state, recipe)
     return state
+
+
+@contextmanager
+def between_steps() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the step to end: a model saved halfway through an update would not be the same run.
+
+    Gives a function that says whether it was pressed. Elsewhere than in the main thread signals are left alone.
+    """
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def update(model: GPT, optimizer: torch.optim.Optimizer, loss: Tensor, clip: float) -> None:
