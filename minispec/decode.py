@@ -264,13 +264,12 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
         rng = rng.select([row.index for row in rows])  # type: ignore[attr-defined]
     capacity = max(row.limit for row in rows) + plan.drafter.max_nodes
     cache = KVCache(target.config, len(rows), capacity, device=target.device, dtype=target.dtype)
-    session = plan.drafter.begin([row.tokens for row in rows], plan.sampling)
-    prefilled = False
+    with torch.inference_mode():
+        session = plan.drafter.begin([row.tokens for row in rows], plan.sampling)
+        if max(len(row.tokens) for row in rows) > 1:
+            read(target, cache, [row.tokens[:-1] for row in rows])  # prefill is not a step: no token comes of it
     while rows:
-        with torch.inference_mode():
-            if not prefilled and max(len(row.tokens) for row in rows) > 1:
-                read(target, cache, [row.tokens[:-1] for row in rows])  # not a step: no token comes of it
-            prefilled = True
+        with torch.inference_mode():  # not across a yield, whose caller may want gradients
             here = Shifted(rng, [len(row.tokens) - 1 for row in rows])
             depths = [row.depth_limit for row in rows]
             draft = session.propose([row.new for row in rows], depths, here)

@@ -33,7 +33,7 @@ class Packed:
     """The packed copy of one weight, made when it is first needed and again when the weight has changed."""
 
     def __init__(self) -> None:
-        self._key: tuple[int, int] | None = None
+        self._of: tuple[Tensor, int] | None = None  # the weight that was packed, and its version
         self._weight: Tensor | None = None
 
     def __deepcopy__(self, memo: Any) -> Packed:
@@ -44,31 +44,32 @@ class Packed:
 
     def clear(self) -> None:
         """Forget the copy."""
-        self._key = self._weight = None
-
-    def usable(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether this call may take the packed path."""
-        return (
-            AVAILABLE
-            and weight.numel() >= LARGE
-            and x.dtype == weight.dtype == torch.float32
-            and x.device.type == weight.device.type == "cpu"
-            and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
-            and not torch.is_autocast_enabled("cpu")
-        )
+        self._of = self._weight = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
-        if not self.usable(x, weight):
+        if weight.numel() < LARGE or not usable(x, weight):
             self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
             y = F.linear(x, weight, bias)
             return y if activation == "none" else F.gelu(y, approximate="tanh")
-        key = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        if key != self._key:
-            self._weight, self._key = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS), key
+        version = 0 if weight.is_inference() else weight._version
+        if self._of is None or self._of[0] is not weight or self._of[1] != version:
+            self._weight, self._of = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS), (weight, version)
         algorithm = "" if activation == "none" else "tanh"
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, activation, [], algorithm)
         return out
+
+
+def usable(x: Tensor, weight: Tensor) -> bool:
+    """Whether a call may take the packed path: float32 on a CPU, nothing to differentiate, no autocast."""
+    return (
+        AVAILABLE
+        and x.dtype == weight.dtype == torch.float32
+        and x.is_cpu
+        and weight.is_cpu
+        and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 class Linear(nn.Linear):
