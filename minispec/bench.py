@@ -18,11 +18,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from minispec.advanced import DynamicTree
+from minispec.advanced.statistics import acceptance_by_rank
 from minispec.decode import generate, speculate
 from minispec.drafters import ModelDrafter
 from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair, weights_folder
-from minispec.result import Result, Step, acceptance_by_rank, summarise
+from minispec.result import Result, Step, summarise
 from minispec.sampling import Sampling
 from minispec.tree import Tree
 

@@ -14,8 +14,9 @@ from typing import Any, NoReturn, cast
 import torch
 
 from minispec import __version__, bench
-from minispec.decode import DEFAULT_DRAFT_LEN, generate, speculate, stream
+from minispec.decode import generate, speculate, stream
 from minispec.drafters import Drafter, EarlyExitDrafter
+from minispec.inputs import DEFAULT_DRAFT_LEN
 from minispec.model import GPT
 from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair

@@ -9,20 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Required, Unpack
+from typing_extensions import Unpack
 
 from minispec.cache import KVCache
-from minispec.drafters import Drafter, ModelDrafter, NoDrafter
+from minispec.drafters import Drafter, NoDrafter
 from minispec.inputs import (
+    DraftOptions,
+    Options,
     check_draft,
     check_integer,
-    check_models,
     check_rng,
     check_sampling,
+    choose,
     is_batch,
     prompt_lists,
     stop_set,
@@ -31,10 +33,9 @@ from minispec.model import LanguageModel, read
 from minispec.result import Result, Step, summarise
 from minispec.sampling import Randomness, Rng, Sampling, Shifted
 from minispec.tree import Tree
-from minispec.verify import Rule, check_kind, find_rule
+from minispec.verify import Rule, find_rule
 
 Prompt = Sequence[int]
-DEFAULT_DRAFT_LEN = 4
 
 
 @dataclass
@@ -64,24 +65,6 @@ class Plan:
     stop: frozenset[int]
     rng: Rng
     rows: list[Row]
-
-
-class Options(TypedDict, total=False):
-    """What `generate` may be told."""
-
-    max_new_tokens: Required[int]
-    sampling: Sampling | None
-    stop: Sequence[int] | None
-    seed: int | Sequence[int] | None
-    rng: Rng | None
-
-
-class DraftOptions(Options, total=False):
-    """What `speculate` and `stream` may be told besides."""
-
-    tree: Tree | None
-    draft_len: int | None
-    rule: str | Rule | None
 
 
 @overload
@@ -141,7 +124,7 @@ def speculate(
     Raises `ValueError`/`TypeError` before any forward pass, naming the parameter, the value and what is allowed.
     """
     sampling = check_sampling(sampling)
-    chosen = _choose(target, draft, sampling, tree, draft_len, rule)
+    chosen = choose(target, draft, sampling, tree, draft_len, rule)
     return _collect(_plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng), is_batch(prompt))
 
 
@@ -163,7 +146,7 @@ def stream(
     if is_batch(prompt):
         raise TypeError("prompt: stream takes one prompt, a list of token ids; use speculate for many")
     sampling = check_sampling(sampling)
-    chosen = _choose(target, draft, sampling, tree, draft_len, rule)
+    chosen = choose(target, draft, sampling, tree, draft_len, rule)
     plan = _plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng)
     return (step for steps in decode(plan) for _, step in steps)
 
@@ -195,47 +178,6 @@ def _plan(
     ends = stop_set(stop, getattr(target, "end_of_text", None), config.vocab_size)
     rng = Randomness(seed, len(rows)) if rng is None else rng
     return Plan(target, drafter, rule, sampling, ends, rng, rows)
-
-
-def _choose(
-    target: LanguageModel,
-    draft: LanguageModel | Drafter,
-    sampling: Sampling,
-    tree: Tree | None,
-    draft_len: int | None,
-    rule: str | Rule | None,
-) -> tuple[Drafter, Rule]:
-    """The drafter and the rule of a call, refused where they do not fit each other or the target."""
-    if tree is not None and draft_len is not None:
-        raise ValueError(f"give either tree or draft_len, got tree={tree} and draft_len={draft_len}")
-    if tree is not None and not isinstance(tree, Tree):
-        raise TypeError(f"tree must be a Tree, got {tree!r}")
-    if draft_len is not None:
-        tree = Tree.chain(draft_len)
-    if hasattr(draft, "begin"):
-        drafter = cast(Drafter, draft)
-        if hasattr(drafter, "model"):
-            check_models(target, drafter.model)
-        if tree is not None:
-            raise ValueError("tree and draft_len shape a model's draft; this drafter has a shape of its own")
-        found = find_rule(default_rule(sampling, drafter.kind) if rule is None else rule)
-    elif hasattr(draft, "config"):
-        check_models(target, draft)
-        tree = Tree.chain(DEFAULT_DRAFT_LEN) if tree is None else tree
-        kind = "chain" if tree.is_chain else "without"
-        found = find_rule(default_rule(sampling, kind) if rule is None else rule)
-        drafter = ModelDrafter(draft, tree, found.how)
-    else:
-        raise TypeError(f"draft must be a GPT or a Drafter, got {type(draft).__name__}")
-    check_kind(found, drafter.kind)
-    return drafter, found
-
-
-def default_rule(sampling: Sampling, kind: str) -> str:
-    """The rule for a draft of this kind where none is asked for."""
-    if sampling.greedy or kind == "chosen":
-        return "match"
-    return {"chain": "token", "without": "rrs", "iid": "specinfer", "coupled": "coupled"}.get(kind, "match")
 
 
 def _collect(plan: Plan, many: bool) -> Result | list[Result]:

@@ -1,18 +1,40 @@
-"""Checks of what a caller or a drafter hands in: one-line errors."""
+"""What a caller or a drafter hands in, checked: one-line errors, and the drafter and rule of a call."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard, cast
 
 import numpy as np
 import torch
+from typing_extensions import Required
 
-from minispec.drafters import Draft
+from minispec.drafters import Draft, Drafter, ModelDrafter
 from minispec.model import LanguageModel
-from minispec.sampling import Sampling
-from minispec.verify import Rule, check_kind
+from minispec.sampling import Rng, Sampling
+from minispec.tree import Tree
+from minispec.verify import Rule, check_kind, find_rule
+
+DEFAULT_DRAFT_LEN = 4
+
+
+class Options(TypedDict, total=False):
+    """What `generate` may be told."""
+
+    max_new_tokens: Required[int]
+    sampling: Sampling | None
+    stop: Sequence[int] | None
+    seed: int | Sequence[int] | None
+    rng: Rng | None
+
+
+class DraftOptions(Options, total=False):
+    """What `speculate` and `stream` may be told besides."""
+
+    tree: Tree | None
+    draft_len: int | None
+    rule: str | Rule | None
 
 
 def check_integer(name: str, value: object, least: int) -> int:
@@ -131,3 +153,44 @@ def check_models(target: LanguageModel, draft: LanguageModel) -> None:
         )
     if draft.device != target.device:
         raise ValueError(f"draft and target must be on one device, got {draft.device} and {target.device}")
+
+
+def choose(
+    target: LanguageModel,
+    draft: LanguageModel | Drafter,
+    sampling: Sampling,
+    tree: Tree | None,
+    draft_len: int | None,
+    rule: str | Rule | None,
+) -> tuple[Drafter, Rule]:
+    """The drafter and the rule of a call, refused where they do not fit each other or the target."""
+    if tree is not None and draft_len is not None:
+        raise ValueError(f"give either tree or draft_len, got tree={tree} and draft_len={draft_len}")
+    if tree is not None and not isinstance(tree, Tree):
+        raise TypeError(f"tree must be a Tree, got {tree!r}")
+    if draft_len is not None:
+        tree = Tree.chain(draft_len)
+    if hasattr(draft, "begin"):
+        drafter = cast(Drafter, draft)
+        if hasattr(drafter, "model"):
+            check_models(target, drafter.model)
+        if tree is not None:
+            raise ValueError("tree and draft_len shape a model's draft; this drafter has a shape of its own")
+        found = find_rule(default_rule(sampling, drafter.kind) if rule is None else rule)
+    elif hasattr(draft, "config"):
+        check_models(target, draft)
+        tree = Tree.chain(DEFAULT_DRAFT_LEN) if tree is None else tree
+        kind = "chain" if tree.is_chain else "without"
+        found = find_rule(default_rule(sampling, kind) if rule is None else rule)
+        drafter = ModelDrafter(draft, tree, found.how)
+    else:
+        raise TypeError(f"draft must be a GPT or a Drafter, got {type(draft).__name__}")
+    check_kind(found, drafter.kind)
+    return drafter, found
+
+
+def default_rule(sampling: Sampling, kind: str) -> str:
+    """The rule for a draft of this kind where none is asked for."""
+    if sampling.greedy or kind == "chosen":
+        return "match"
+    return {"chain": "token", "without": "rrs", "iid": "specinfer", "coupled": "coupled"}.get(kind, "match")

@@ -24,7 +24,8 @@ LAYERS = {  # what each core module may import of the package; the list of the d
     "result": set(),
     "tokenizer": set(),
     "files": set(),
-    "inputs": {"drafters", "model", "sampling", "verify"},
+    "planner": {"cache", "model", "tree"},
+    "inputs": {"drafters", "model", "sampling", "tree", "verify"},
     "decode": {"cache", "drafters", "inputs", "model", "result", "sampling", "tree", "verify"},
     "pair": {"files", "inputs", "model", "tokenizer"},
 }

@@ -28,8 +28,8 @@ from minispec import (
     stream,
 )
 from minispec.advanced import AdaptiveDrafter, DynamicTree, HeuristicDrafter
+from minispec.advanced.statistics import acceptance_by_depth, acceptance_by_rank, accepted_depths, winning_branches
 from minispec.lab import chi_squared, exact_law, target_law
-from minispec.result import acceptance_by_depth, acceptance_by_rank, accepted_depths, winning_branches
 
 # --- shapes ------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def test_a_rule_must_have_a_function_and_known_kinds() -> None:
 
 
 def test_defaults() -> None:
-    from minispec.decode import default_rule
+    from minispec.inputs import default_rule
 
     warm, greedy = Sampling(), Sampling(0)
     assert [default_rule(warm, k) for k in ("chain", "without", "iid", "coupled", "chosen")] == [
