@@ -23,6 +23,7 @@ from minispec.decode import generate, speculate
 from minispec.drafters import ModelDrafter
 from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair, weights_folder
+from minispec.planner import Costs, measure
 from minispec.result import Result, Step, summarise
 from minispec.sampling import Sampling
 from minispec.tree import Tree
@@ -53,6 +54,7 @@ class Row:
     tokens_per_second: float | None = None
     ratio: float | None = None
     spread: float | None = None
+    predicted: float | None = None
 
 
 def decode(pair: Pair, setup: Setup, prompts: Any, sampling: Sampling, length: int, seed: int) -> list[Result]:
@@ -136,10 +138,44 @@ def timings(
     return rows
 
 
+def calibrate(pair: Pair, sampling: Sampling, prompts: list[list[int]], length: int) -> Costs:
+    """Costs of the passes, and what plain and speculative steps spend besides, on prompts that are not timed later."""
+    costs, chain = measure(pair.target, pair.draft, context=length // 2), Tree.chain(4)
+    drafter = ModelDrafter(pair.draft, chain, "top-k" if sampling.greedy else "without")
+    step: list[float] = []
+    for setup in (Setup("plain", None, None, 1), Setup("chain", "match" if sampling.greedy else "token", drafter, 5)):
+        results = [decode(pair, setup, prompt, sampling, length, 20_000)[0] for prompt in prompts]
+        step.append(statistics.median(r.stats.seconds / r.stats.target_passes for r in results))
+    overhead = step[1] - costs.check(chain.size) - chain.max_depth * costs.draft_step
+    return replace(costs, overhead=max(overhead, 0.0), plain_overhead=max(step[0] - costs.check(1), 0.0))
+
+
+def predict(pair: Pair, row: Row, setup: Setup, costs: Costs, calibration: list[list[int]], length: int) -> Row:
+    """The row with the speed-up that the cost model expects, from tokens per pass on the prompts of the calibration."""
+    depth = 0 if setup.rule is None else getattr(setup.drafter, "max_depth", None)
+    if depth is None and hasattr(setup.drafter, "tree"):
+        depth = setup.drafter.tree.max_depth
+    if depth is None:  # no draft model, no model of its cost
+        return row
+    seen = passes(pair, setup, calibration, Sampling(row.temperature), length, 2)
+    return replace(row, predicted=costs.speed_up(seen.tokens_per_pass, setup.nodes, depth))
+
+
+def describe(costs: Costs) -> str:
+    """The measured costs in two lines."""
+    checks = " ".join(f"t({n}) {costs.check(n) / costs.check(1):.2f}" for n in (2, 4, 6, 8, 12, 16, 32))
+    milliseconds = 1e3 * costs.check(1)
+    return (
+        f"target pass {milliseconds:.2f} ms; relative to it: {checks}\n"
+        f"draft step {1e3 * costs.draft_step:.2f} ms, c = {costs.cost_ratio:.3f}; "
+        f"overhead of a step {1e3 * costs.overhead:.2f} ms, of a plain one {1e3 * costs.plain_overhead:.2f} ms"
+    )
+
+
 def show(rows: list[Row], title: str) -> Table:
     """A table of figures."""
     table = Table(title=title)
-    names = ("T", "nodes", "tokens", "tokens/pass", "acceptance", "tokens/s", "ratio to plain")
+    names = ("T", "nodes", "tokens", "tokens/pass", "acceptance", "tokens/s", "ratio to plain", "predicted")
     for name in ("rule, shape", *names):
         table.add_column(name, justify="left" if name == "rule, shape" else "right")
     for row in rows:
@@ -147,7 +183,7 @@ def show(rows: list[Row], title: str) -> Table:
         speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:.0f}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f} ± {(row.spread or 0) / 2:.2f}"
         cells = (f"{row.temperature:g}", str(row.nodes), f"{row.new_tokens:,}", f"{row.tokens_per_pass:.2f}", rate)
-        table.add_row(row.setup, *cells, speed, ratio)
+        table.add_row(row.setup, *cells, speed, ratio, "" if row.predicted is None else f"{row.predicted:.2f}")
     return table
 
 
@@ -188,7 +224,11 @@ def run_bench(args: argparse.Namespace) -> None:
                     rows.append(passes(pair, setup, prompts, sampling, args.max_new_tokens, args.repeats))
                     tick()
             else:
-                rows += timings(pair, found, timed, sampling, args.max_new_tokens, args.repeats, tick)
+                costs = calibrate(pair, sampling, prompts[:3], args.max_new_tokens)
+                measured = timings(pair, found, timed, sampling, args.max_new_tokens, args.repeats, tick)
+                for row, setup in zip(measured, found, strict=True):
+                    rows.append(predict(pair, row, setup, costs, prompts[:12], args.max_new_tokens))
+                print(describe(costs))
     threads = torch.get_num_threads()
     Console(width=width).print(show(rows, f"{args.max_new_tokens} new tokens, {threads} threads, {pair.target.device}"))
     if args.json is not None:

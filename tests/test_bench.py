@@ -34,6 +34,9 @@ def test_passes_and_timings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows = json.loads(out.read_text())
     assert all(row["tokens_per_second"] > 0 and row["ratio"] > 0 for row in rows)
     assert next(row["ratio"] for row in rows if row["setup"] == "plain") == 1
+    assert next(row["predicted"] for row in rows if row["setup"] == "plain") == 1
+    assert all(row["predicted"] > 0 for row in rows if row["setup"] != "match, n-gram")
+    assert "draft step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("option", "value"), [("--nodes", "1"), ("--repeats", "0"), ("--prompts", "0")])
