@@ -43,9 +43,8 @@ class KVCache:
     ) -> None:
         if batch < 1 or capacity < 1:
             raise ValueError(f"batch and capacity must be >= 1, got {batch} and {capacity}")
-        shape = (config.n_layer, batch, config.n_head, capacity, config.n_embd // config.n_head)
-        self.k = torch.zeros(shape, device=device, dtype=dtype)  # (L, B, H, S, D); zeros, as 0 x NaN is NaN
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        shape = (config.n_layer, 2, batch, config.n_head, capacity, config.n_embd // config.n_head)
+        self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (L, 2, B, H, S, D); zeros, as 0 x NaN is NaN
         self.lengths = [0] * batch
         self._rows: Tensor | None = None  # (B, 1) and (B, T): where a ragged write goes
         self._slots: Tensor | None = None
@@ -56,7 +55,17 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        return self.k.shape[3]
+        return self.kv.shape[4]
+
+    @property
+    def k(self) -> Tensor:
+        """The keys: (L, B, H, S, D), a view."""
+        return self.kv[:, 0]
+
+    @property
+    def v(self) -> Tensor:
+        """The values: (L, B, H, S, D), a view."""
+        return self.kv[:, 1]
 
     # --- what the model calls -------------------------------------------------------------------------
 
@@ -74,29 +83,28 @@ class KVCache:
             if mask is None and (T == 1 or longest == 0):
                 return None
         else:
-            device = self.k.device
+            device = self.kv.device
             self._rows = torch.arange(self.batch, device=device)[:, None]  # (B, 1)
             self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(T, device=device)
         return self._attention_mask(T, mask)
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, H, T, D) in the next T slots; return all slots up to the longest row's end (B, H, S, D)."""
-        B, T = self.batch, k.shape[2]
+    def write(self, layer: int, kv: Tensor) -> Tensor:
+        """Store keys and values (2, B, H, T, D) in the next T slots; return all up to the longest row's end."""
+        B, T = self.batch, kv.shape[3]
         start = max(self.lengths)
+        store = self.kv[layer, :, :B]  # (2, B, H, S, D)
         if self._slots is None:
-            self.k[layer, :B, :, start : start + T] = k
-            self.v[layer, :B, :, start : start + T] = v
+            store[:, :, :, start : start + T] = kv
         else:
-            self.k[layer][self._rows, :, self._slots] = k.transpose(1, 2)  # (B, T, H, D)
-            self.v[layer][self._rows, :, self._slots] = v.transpose(1, 2)
-        return self.k[layer, :B, :, : start + T], self.v[layer, :B, :, : start + T]
+            store[:, self._rows, :, self._slots] = kv.permute(1, 3, 0, 2, 4)  # (B, T, 2, H, D)
+        return store[:, :, :, : start + T]
 
     def end_write(self, T: int) -> None:
         """The T new slots of each row count from now on."""
         self.lengths = [length + T for length in self.lengths]
 
     def _attention_mask(self, T: int, mask: Tensor | None) -> Tensor:
-        device = self.k.device
+        device = self.kv.device
         lengths = torch.tensor(self.lengths, device=device).view(-1, 1, 1)  # (B, 1, 1)
         slots = torch.arange(max(self.lengths) + T, device=device)  # (S,)
         if mask is None:
@@ -134,9 +142,9 @@ class KVCache:
             base = self.lengths[row] - nodes
             moved = next((i for i, node in enumerate(path) if node != i), len(path))  # what comes before stays
             if moved < len(path):
-                source = torch.tensor(path[moved:], device=self.k.device) + base
-                for store in (self.k, self.v):  # gather first, then write: source and target may overlap
-                    store[:, row, :, base + moved : base + len(path)] = store[:, row].index_select(2, source)
+                source = torch.tensor(path[moved:], device=self.kv.device) + base
+                store = self.kv[:, :, row]  # (L, 2, H, S, D); gather first, then write: the places may overlap
+                store[..., base + moved : base + len(path), :] = store.index_select(3, source)
             self.lengths[row] = base + len(path)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -145,6 +153,5 @@ class KVCache:
             raise ValueError(f"select: rows must increase strictly within 0..{self.batch - 1}, got {list(rows)}")
         for new, old in enumerate(rows):
             if new != old:
-                self.k[:, new].copy_(self.k[:, old])
-                self.v[:, new].copy_(self.v[:, old])
+                self.kv[:, :, new].copy_(self.kv[:, :, old])
         self.lengths = [self.lengths[row] for row in rows]

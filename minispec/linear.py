@@ -78,9 +78,10 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
         self.packed = Packed()
+        self.large = self.weight.numel() >= LARGE
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.packed.linear(x, self.weight, self.bias)
+        return self.packed.linear(x, self.weight, self.bias) if self.large else super().forward(x)
 
     def gelu(self, x: Tensor) -> Tensor:
         return self.packed.linear(x, self.weight, self.bias, "gelu")

@@ -68,12 +68,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None, layer: int, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = (
-            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
-            for part in self.c_attn(x).split(C, dim=2)
-        )
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
+        q, kv = qkv[0], qkv[1:]
         if cache is not None:
-            k, v = cache.write(layer, k, v)  # (B, H, S, D): all slots up to the last new one
+            kv = cache.write(layer, kv)  # (2, B, H, S, D): all slots up to the last new one
+        k, v = kv.unbind(0)
         causal = mask is None and T > 1
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)  # (B, H, T, D)
         out: Tensor = self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # (B, T, C)
