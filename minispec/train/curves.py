@@ -45,7 +45,7 @@ def run_curves(args: argparse.Namespace) -> None:
             points = [(point["seconds"] / 60, point[key]) for point in curve if key in point]
             if points:
                 axis.plot(*zip(*points, strict=True), marker=".", label=name)
-        axis.set(xlabel="minutes of the stage (2 CPU threads)", ylabel=label)
+        axis.set(xlabel="minutes of training time", ylabel=label)
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
