@@ -12,7 +12,7 @@ import torch
 from doubles import random_gpt
 from test_tokenizer import BYTES, END_OF_TEXT, PATTERN, Tokenizer
 
-from minispec import GPT, GPTConfig, Sampling, speculate
+from minispec import GPT, GPTConfig, Sampling, generate, speculate
 from minispec.cli import main
 from minispec.pair import load_pair, read_config, save_model, save_tokenizer
 from minispec.result import summarise
@@ -86,6 +86,8 @@ def test_own_samples_are_the_targets_and_repeat(target: GPT) -> None:
     assert a.shape == (3, 20)
     assert (a[:, :2] == torch.tensor([3, 4])).all()
     assert torch.equal(a, own_samples(target, [3, 4], 3, 20, seed=1))
+    alone = generate(target, a[1, :18].tolist(), max_new_tokens=2, sampling=Sampling(0), stop=())
+    assert a[1, 18:].tolist() == alone.tokens  # every second row ends greedily
     batches = self_batches(target, [3], 4, seed=0, rows=8, reuse=1)
     first = [batches(step) for step in range(4)]
     assert all(b.shape == (4, 24) for b in first)
@@ -168,11 +170,26 @@ def test_distil_and_eval_from_the_command_line(pair: Path, tmp_path: Path, capsy
     folder.mkdir()
     (folder / "a.txt").write_text("The crow sang to the fox. " * 80)
     assert (
-        main(["distill", "--pair", str(out), "--data", str(folder), "--steps", "5", "--loss", "nla", "--out", str(out)])
+        main(
+            [
+                "distill",
+                "--pair",
+                str(out),
+                "--data",
+                str(folder),
+                "self",
+                "--steps",
+                "5",
+                "--loss",
+                "nla",
+                "--out",
+                str(out),
+            ]
+        )
         == 0
     )
     stages = read_config(out)["draft"]["training"]["stages"]
-    assert [stage["name"] for stage in stages] == ["fkl+tv on own samples", "nla on text"]
+    assert [stage["name"] for stage in stages] == ["fkl+tv on own samples", "nla on text and own samples"]
     assert stages[0]["curve"][-1]["acceptance"] > stages[0]["curve"][0]["acceptance"]
     drawn = main(["curves", str(tmp_path / "curves.svg"), "--pair", str(out)])
     assert drawn == (0 if importlib.util.find_spec("matplotlib") else 2)
@@ -189,6 +206,10 @@ def test_bad_input_is_one_line(pair: Path, tmp_path: Path, capsys: pytest.Captur
         (["eval", str(tmp_path / "short.txt"), "--pair", str(pair)], "too few for one window"),
         (["distill", "--pair", str(pair), "--data", str(tmp_path / "nowhere"), "--steps", "1"], "no *.txt file"),
         (["distill", "--pair", str(pair), "--data", "self", "--steps", "1", "--lr", "-1"], "lr must be > 0"),
+        (
+            ["distill", "--pair", str(pair), "--data", "self", "self", "--steps", "1", "--batch", "1"],
+            "batch must be >=",
+        ),
     ):
         assert main(args) == 2
         error = capsys.readouterr().err

@@ -19,6 +19,7 @@ from minispec.sampling import Sampling
 from minispec.train.fit import fit
 from minispec.train.recipe import Metrics, Recipe, State
 
+BEGINNING = 16  # sampled tokens before a greedy continuation
 FINISH = 0.35  # share of a "fkl+tv" run that is spent on total variation
 
 
@@ -66,11 +67,18 @@ def loss_at(name: str, progress: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def own_samples(target: GPT, start: list[int], rows: int, length: int, seed: int) -> Tensor:
-    """Text of the target's own, sampled at T = 1: (rows, length) ids that begin with `start`."""
-    results = generate(
-        target, [start] * rows, max_new_tokens=length - len(start), sampling=Sampling(), stop=(), seed=seed
-    )
-    return torch.tensor([start + result.tokens for result in results])
+    """Text of the target's own: (rows, length) ids that begin with `start`.
+
+    Every second row goes on greedily after `BEGINNING` sampled tokens: a draft must know how its target speaks at
+    T = 0 as well as at T = 1.
+    """
+    texts = generate(target, [start] * rows, max_new_tokens=length - len(start), stop=(), seed=seed)
+    sampled = [result.prompt + result.tokens for result in texts]
+    begun = [text[: len(start) + BEGINNING] for text in sampled[1::2]]
+    if begun:
+        greedy = generate(target, begun, max_new_tokens=length, sampling=Sampling(0), stop=())
+        sampled[1::2] = [(result.prompt + result.tokens)[:length] for result in greedy]
+    return torch.tensor(sampled)
 
 
 def self_batches(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,8 @@ PARAGRAPH = "\n\n"  # where a target's own samples begin
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare both commands."""
     distill = commands.add_parser("distill", help="teach a draft to say what its target will say")
-    distill.add_argument(
-        "--data", required=True, help="'self' (the target's own samples, no corpus) or a folder of *.txt"
-    )
+    what = "'self' (the target's own samples), a folder of *.txt, or both: each fills a share of the batch"
+    distill.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help=what)
     distill.add_argument("--loss", choices=NAMES, default="fkl+tv", help="default fkl+tv: forward KL, then TV")
     budget = distill.add_mutually_exclusive_group(required=True)
     budget.add_argument("--minutes", type=float, help="time budget, over all runs of one checkpoint")
@@ -71,20 +72,12 @@ def run_distill(args: argparse.Namespace) -> None:
         draft = GPT(GPTConfig(target.config.vocab_size, block, args.layers, args.heads, args.width))
         draft.reset_parameters(torch.Generator().manual_seed(args.seed))
         draft.to(args.device)
+    if args.batch < len(args.data):
+        raise ValueError(f"batch must be >= the number of sources, got {args.batch} and {len(args.data)}")
     recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, context=block, seed=args.seed)
     lr = args.lr or (4e-3 if args.fresh else 1e-3)
     recipe = replace(recipe, lr=lr, warmup=50, decay=args.decay, validate_every=50, precision=args.precision)
-    if args.data == "self":
-        start = pair.tokenizer.encode(PARAGRAPH)
-        held_out = own_samples(target, start, 16, block, args.seed)
-        batches = self_batches(target, start, args.batch, args.seed)
-    else:
-        corpus = read_corpus(Path(args.data), args.validation)
-        tokens, held_out = (encode_texts(pair.tokenizer, texts) for texts in (corpus.train, corpus.validation))
-        held_out = spread(held_out, block, 16)
-
-        def batches(step: int) -> Tensor:
-            return batch_at(tokens, step, args.batch, block, args.seed)[0]
+    batches, held_out = sources(pair, args, block)
 
     def validate(draft: GPT) -> Metrics:
         return measure(target, draft, held_out)
@@ -101,9 +94,36 @@ def run_distill(args: argparse.Namespace) -> None:
     for name, value in validate(draft).items():
         print(f"{name}: {first[name]:.3f} before, {value:.3f} after {state.step} steps in {state.seconds:.0f} s")
     if args.out is not None:
-        source = "own samples" if args.data == "self" else "text"
-        stage = {"name": f"{args.loss} on {source}", "curve": state.history}
+        what = " and ".join("own samples" if data == "self" else "text" for data in args.data)
+        stage = {"name": f"{args.loss} on {what}", "curve": state.history}
         save_pair(args.out, args.pair or weights_folder(), draft, stage, fresh=args.fresh)
+
+
+def sources(pair: Pair, args: argparse.Namespace, block: int) -> tuple[Callable[[int], Tensor], Tensor]:
+    """Batches by step, each source filling its share, and held-out contexts of all of them."""
+    parts, held = [], []
+    for k, data in enumerate(args.data):  # each source fills its share of every batch
+        share = len(range(k, args.batch, len(args.data)))
+        if data == "self":
+            start = pair.tokenizer.encode(PARAGRAPH)
+            held.append(own_samples(pair.target, start, 16, block, args.seed))
+            parts.append(self_batches(pair.target, start, share, args.seed))
+        else:
+            corpus = read_corpus(Path(data), args.validation)
+            tokens, rest = (encode_texts(pair.tokenizer, texts) for texts in (corpus.train, corpus.validation))
+            held.append(spread(rest, block, 16))
+            parts.append(partial(text_batch, tokens, share, block, args.seed))
+    held_out = torch.cat(held)
+
+    def batches(step: int) -> Tensor:
+        return torch.cat([part(step) for part in parts])
+
+    return batches, held_out
+
+
+def text_batch(tokens: Tensor, batch: int, context: int, seed: int, step: int) -> Tensor:
+    """Windows of a text (batch, context), by step."""
+    return batch_at(tokens, step, batch, context, seed)[0]
 
 
 def save_pair(out: Path, source: Path, draft: GPT, stage: dict[str, Any], fresh: bool) -> None:
