@@ -95,7 +95,7 @@ def setups(
         found.append(Setup("specinfer, best tree", "specinfer", ModelDrafter(model, best, "iid"), best.size))
         found.append(Setup("coupled, best tree", "coupled", ModelDrafter(model, best, "coupled"), best.size))
     found.append(Setup("match, top-k best tree", "match", ModelDrafter(model, ranked, "top-k"), ranked.size))
-    dynamic = DynamicTree(model, nodes, max_depth=min(nodes - 1, 8), width=4)
+    dynamic = DynamicTree(model, nodes, max_depth=min(nodes - 1, 12), width=3)
     found.append(Setup("match, dynamic tree", "match", dynamic, nodes))
     found.append(Setup("match, n-gram", "match", NGramDrafter(min(nodes - 1, 8)), nodes))
     return list({setup.name: setup for setup in found}.values())

@@ -142,6 +142,10 @@ def test_best_equals_brute_force_for_any_rates(rates: tuple[float, ...], nodes: 
         assert Tree.best(rates, nodes, depth).expected_tokens(rates) == pytest.approx(brute, abs=1e-12)
 
 
+def test_measured_rates_may_add_up_to_a_little_over_1() -> None:
+    assert Tree.best((0.85, 0.114, 0.031, 0.008), 6).size == 6
+
+
 def test_best_of_many_nodes() -> None:
     tree = Tree.best((0.6, 0.2, 0.1), 400)
     assert tree.size == 400
@@ -153,7 +157,7 @@ def test_best_where_the_heap_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "nodes", "depth"), [((-0.1,), 3, 2), ((0.7, 0.6), 3, 2), ((0.5,), 0, 2), ((0.5,), 3, -1)]
+    ("rates", "nodes", "depth"), [((-0.1,), 3, 2), ((1.2, 0.6), 3, 2), ((0.5,), 0, 2), ((0.5,), 3, -1)]
 )
 def test_best_refuses_nonsense(rates: tuple[float, ...], nodes: int, depth: int) -> None:
     with pytest.raises(ValueError, match="must be"):
