@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -243,7 +244,10 @@ def test_the_time_a_process_was_stopped_is_not_spent() -> None:
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_goes_on_from_its_checkpoint(tmp_path: Path, signal_: signal.Signals) -> None:
-    """Killed twice while it saves all the time: no half file under the final name, the same model in the end."""
+    """Killed twice while it saves all the time: no half file under the final name, the same model in the end.
+
+    With as many threads as these tests have: sums in another order round otherwise.
+    """
     (tmp_path / "tales").mkdir()
     (tmp_path / "tales" / "fox.txt").write_text(TEXT * 60)
     pair = tmp_path / "pair"
@@ -255,7 +259,7 @@ def test_a_killed_process_goes_on_from_its_checkpoint(tmp_path: Path, signal_: s
     command = [sys.executable, "-m", "minispec", *args, "--save-every", "0", "--checkpoint", str(broken)]
     done = 0
     for _ in range(2):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
         while process.poll() is None and (not broken.exists() or steps_of(broken) < done + 20):
             time.sleep(0.05)
         process.send_signal(signal_)
