@@ -67,20 +67,20 @@ def decode(pair: Pair, setup: Setup, prompts: Any, sampling: Sampling, length: i
     return results if isinstance(results, list) else [results]
 
 
-def measured_ranks(pair: Pair, prompts: Sequence[list[int]], sampling: Sampling, how: str) -> list[float]:
+def measured_ranks(pair: Pair, prompts: list[list[int]], sampling: Sampling, how: str, length: int = 64) -> list[float]:
     """Acceptance by child rank of a small bushy tree: the vector that `Tree.best` wants."""
     probe = Setup("probe", "match" if how == "top-k" else "rrs", ModelDrafter(pair.draft, PROBE, how), PROBE.size)
-    results = decode(pair, probe, list(prompts), sampling, 64, seed=10_000)
+    results = decode(pair, probe, list(prompts), sampling, length, seed=10_000)
     return acceptance_by_rank([step for result in results for step in result.steps])
 
 
 def setups(
-    pair: Pair, prompts: Sequence[list[int]], sampling: Sampling, nodes: int, lengths: Sequence[int]
+    pair: Pair, prompts: list[list[int]], sampling: Sampling, nodes: int, lengths: Sequence[int], probe: int = 64
 ) -> list[Setup]:
     """Plain decoding, chains, and trees of `nodes` nodes (root included) under the rules that fit."""
     model, chain = pair.draft, Tree.chain(nodes - 1)
     found = [Setup("plain", None, None, 1)]
-    ranked = Tree.best(measured_ranks(pair, prompts, sampling, "top-k"), nodes)
+    ranked = Tree.best(measured_ranks(pair, prompts, sampling, "top-k", probe), nodes)
     if sampling.greedy:
         for k in (*lengths, nodes - 1):
             found.append(Setup(f"match, chain {k}", "match", ModelDrafter(model, Tree.chain(k), "top-k"), k + 1))
@@ -89,7 +89,7 @@ def setups(
             found.append(Setup(f"token, chain {k}", "token", ModelDrafter(model, Tree.chain(k)), k + 1))
             found.append(Setup(f"block, chain {k}", "block", ModelDrafter(model, Tree.chain(k)), k + 1))
         found.append(Setup(f"coupled, chain {nodes - 1}", "coupled", ModelDrafter(model, chain, "coupled"), nodes))
-        best = Tree.best(measured_ranks(pair, prompts, sampling, "without"), nodes)
+        best = Tree.best(measured_ranks(pair, prompts, sampling, "without", probe), nodes)
         found.append(Setup("rrs, best tree", "rrs", ModelDrafter(model, best), best.size))
         found.append(Setup("traversal, best tree", "traversal", ModelDrafter(model, best), best.size))
         found.append(Setup("specinfer, best tree", "specinfer", ModelDrafter(model, best, "iid"), best.size))
@@ -194,7 +194,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     bench.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.0], metavar="T", help="default 1 0")
     bench.add_argument("--nodes", type=int, default=9, help="nodes of a tree, the root included (default 9)")
     bench.add_argument("--draft-len", type=int, nargs="*", default=[2, 3, 4, 5], metavar="K", help="default 2 3 4 5")
-    bench.add_argument("--prompts", type=int, default=6, help="shipped prompts to time (default 6; --passes takes all)")
+    bench.add_argument("--prompts", type=int, help="shipped prompts to use (default 6 to time, all with --passes)")
     bench.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     bench.add_argument("--repeats", type=int, default=5, help="timed repeats, or seeds with --passes (default 5)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures here as well")
@@ -204,6 +204,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run_bench(args: argparse.Namespace) -> None:
+    args.prompts = args.prompts if args.prompts is not None else 24 if args.passes else 6
     if args.nodes < 2 or args.repeats < 1 or args.prompts < 1:
         raise ValueError(
             f"nodes must be >= 2, repeats and prompts >= 1, got {args.nodes}, {args.repeats} and {args.prompts}"
@@ -215,13 +216,13 @@ def run_bench(args: argparse.Namespace) -> None:
     width = None if console.is_terminal else 120
     for temperature in args.temperature:
         sampling = Sampling(temperature)
-        found = setups(pair, prompts[:8], sampling, args.nodes, args.draft_len)
+        found = setups(pair, prompts[:8], sampling, args.nodes, args.draft_len, min(64, args.max_new_tokens))
         total = len(found) * (1 if args.passes else args.repeats + 1)
         with Progress(console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as bar:
             tick = partial(bar.advance, bar.add_task(f"T = {temperature:g}", total=total))
             if args.passes:
                 for setup in found:
-                    rows.append(passes(pair, setup, prompts, sampling, args.max_new_tokens, args.repeats))
+                    rows.append(passes(pair, setup, timed, sampling, args.max_new_tokens, args.repeats))
                     tick()
             else:
                 costs = calibrate(pair, sampling, prompts[:3], args.max_new_tokens)

@@ -92,7 +92,7 @@ def test_f1_wrong_rules_are_rejected_by_the_same_test(name: str) -> None:
     if name == "draft drawn at T = .5":
         draft = LyingDrafter(draft, Sampling(0.5))  # type: ignore[assignment]
     counts = sample(
-        20_000, 3, lambda p, s: speculate(target, draft, p, seed=s, max_new_tokens=LENGTH, rule=rule), prompt=[0]
+        10_000, 3, lambda p, s: speculate(target, draft, p, seed=s, max_new_tokens=LENGTH, rule=rule), prompt=[0]
     )
     verdict = chi_squared(counts, f1_joint())
     assert verdict.passed == (name == "right"), verdict
@@ -104,7 +104,7 @@ def test_successive_tokens_are_drawn_independently() -> None:
     law = target_law(target, [0], 6)  # type: ignore[arg-type]
     for rule in ("token", "match"):
         counts = sample(
-            30_000,
+            15_000,
             5,
             lambda p, s, rule=rule: speculate(target, draft, p, seed=s, max_new_tokens=6, draft_len=2, rule=rule),
             prompt=[0],
