@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -282,7 +283,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "message"), BAD, ids=[str(b) for b, _ in BAD])
+@pytest.mark.parametrize(("bad", "message"), BAD, ids=[re.sub(r" object at 0x\w+", "", str(b)) for b, _ in BAD])
 def test_case_18_bad_input_is_refused_before_any_pass(bad: dict, message: str) -> None:
     target, draft = Counting(random_gpt(1)), Counting(random_gpt(2))
     call = {"draft": draft, "prompt": [0], "max_new_tokens": 3} | bad
