@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from minispec import planner
+from minispec.auto import Run, drafter_of, find_plan
 from minispec.cache import KVCache
 from minispec.drafters import Drafter, NoDrafter
 from minispec.inputs import (
@@ -102,7 +104,7 @@ def speculate(
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    tree: Tree | None = None,
+    tree: Tree | str | None = None,
     draft_len: int | None = None,
     rule: str | Rule | None = None,
     stop: Sequence[int] | None = None,
@@ -115,7 +117,9 @@ def speculate(
     prompt: token ids (n,), or a list of such; 1 <= n <= block_size. One prompt gives one `Result`, a list a list.
     max_new_tokens: at most this many; fewer at a stop token or at the end of the context.
     sampling: `Sampling(temperature, top_k, top_p)`, default temperature 1.
-    tree or draft_len: shape of a model's draft, default `Tree.chain(4)`. (A `Drafter` has its own.)
+    tree or draft_len: shape of a model's draft, default `Tree.chain(4)`. (A `Drafter` has its own.) tree="auto"
+        takes the rule (unless given) and tree that are fastest on this machine, or plain decoding where that is;
+        the first call measures for some seconds and keeps what it finds (`auto.find_plan`). See `Result.plan`.
     rule: name of a rule in `verify.RULES`, or a `Rule`. Default: "match" for greedy decoding and for chosen
         candidates, else "token" for a chain and "rrs" for a tree. A model fills its tree as the rule needs it.
     stop: token ids that end a row; default the target's end-of-text id where it has one.
@@ -124,8 +128,10 @@ def speculate(
     Raises `ValueError`/`TypeError` before any forward pass, naming the parameter, the value and what is allowed.
     """
     sampling = check_sampling(sampling)
-    chosen = choose(target, draft, sampling, tree, draft_len, rule)
-    return _collect(_plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng), is_batch(prompt))
+    many = is_batch(prompt)
+    plan = _automatic(target, draft, sampling, draft_len, rule, len(prompt) if many else 1) if tree == "auto" else None
+    chosen = choose(target, draft, sampling, tree, draft_len, rule) if plan is None else _planned(plan, draft)
+    return _collect(_plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng), many, plan)
 
 
 def stream(
@@ -135,7 +141,7 @@ def stream(
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    tree: Tree | None = None,
+    tree: Tree | str | None = None,
     draft_len: int | None = None,
     rule: str | Rule | None = None,
     stop: Sequence[int] | None = None,
@@ -146,9 +152,40 @@ def stream(
     if is_batch(prompt):
         raise TypeError("prompt: stream takes one prompt, a list of token ids; use speculate for many")
     sampling = check_sampling(sampling)
-    chosen = choose(target, draft, sampling, tree, draft_len, rule)
-    plan = _plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng)
-    return (step for steps in decode(plan) for _, step in steps)
+    plan = _automatic(target, draft, sampling, draft_len, rule, 1) if tree == "auto" else None
+    chosen = choose(target, draft, sampling, tree, draft_len, rule) if plan is None else _planned(plan, draft)
+    call = _plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng)
+    return (step for steps in decode(call) for _, step in steps)
+
+
+def _automatic(
+    target: LanguageModel, draft: Any, sampling: Sampling, draft_len: int | None, rule: str | Rule | None, rows: int
+) -> planner.Plan:
+    """The plan for `tree="auto"`; ValueError/TypeError for what it cannot be combined with."""
+    if hasattr(draft, "begin") or draft_len is not None:
+        given = f"draft_len={draft_len}" if draft_len is not None else type(draft).__name__
+        raise ValueError(f'tree="auto" chooses the shape of a model\'s draft, got {given} as well')
+    if isinstance(rule, Rule):
+        raise TypeError(f'rule must be a name or None with tree="auto", got the Rule {rule.name!r}')
+    choose(target, draft, sampling, None, None, None)  # do these models fit?
+    return find_plan(target, draft, sampling, None if rule is None else find_rule(rule).name, rows, _run(target))
+
+
+def _planned(plan: planner.Plan, draft: Any) -> tuple[Drafter, Rule]:
+    return drafter_of(plan, draft), find_rule(plan.rule)
+
+
+def _run(target: LanguageModel) -> Run:
+    """What a search for a plan decodes with."""
+
+    def run(
+        drafter: Drafter, rule: str, prompts: list[list[int]], length: int, sampling: Sampling, seed: int
+    ) -> list[Result]:
+        results = _collect(_plan(target, drafter, find_rule(rule), prompts, length, sampling, (), seed, None), True)
+        assert isinstance(results, list)
+        return results
+
+    return run
 
 
 def _plan(
@@ -180,7 +217,7 @@ def _plan(
     return Plan(target, drafter, rule, sampling, ends, rng, rows)
 
 
-def _collect(plan: Plan, many: bool) -> Result | list[Result]:
+def _collect(plan: Plan, many: bool, shape: planner.Plan | None = None) -> Result | list[Result]:
     prompts = [list(row.tokens) for row in plan.rows]
     steps: list[list[Step]] = [[] for _ in plan.rows]
     start = time.perf_counter()
@@ -192,7 +229,7 @@ def _collect(plan: Plan, many: bool) -> Result | list[Result]:
     for row, prompt, taken in zip(plan.rows, prompts, steps, strict=True):
         tokens = [token for step in taken for token in step.tokens]
         reason = (taken[-1].finish_reason if taken else None) or row.reason
-        results.append(Result(prompt, tokens, reason, taken, summarise(taken, seconds)))
+        results.append(Result(prompt, tokens, reason, taken, summarise(taken, seconds), shape))
     return results if many else results[0]
 
 

@@ -103,9 +103,9 @@ class ModelDrafter:
 class ModelSession:
     """A model drafter's cache and the text it has seen.
 
-    Before each draft the cache is rolled back to max(n-2, 0) entries and the last tokens are read in one pass:
-    after a full acceptance one of them was missing, else it is re-read, which is harmless and keeps rows alike.
-    So a tree of depth D, a chain of D tokens included, costs D passes, the re-read included.
+    Before each draft the tokens that the cache lacks are read in one pass: the last one, and after a full acceptance
+    the one before it too. Rows that lack fewer are padded, so all are read together.
+    So a tree of depth D, a chain of D tokens included, costs D passes, this one included.
     """
 
     def __init__(self, drafter: ModelDrafter, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -180,7 +180,7 @@ class ModelSession:
 
     def read_last(self) -> Tensor:
         """Logits (B, V) after each row's last token, by one pass over what the cache lacks."""
-        have = [min(m, max(len(text) - 2, 0)) for m, text in zip(self.cache.lengths, self.texts, strict=True)]
+        have = [min(m, len(text) - 1) for m, text in zip(self.cache.lengths, self.texts, strict=True)]
         self.cache.rollback(have)
         return read(self.model, self.cache, [text[m:] for m, text in zip(have, self.texts, strict=True)])
 

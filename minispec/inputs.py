@@ -32,7 +32,7 @@ class Options(TypedDict, total=False):
 class DraftOptions(Options, total=False):
     """What `speculate` and `stream` may be told besides."""
 
-    tree: Tree | None
+    tree: Tree | str | None
     draft_len: int | None
     rule: str | Rule | None
 
@@ -159,7 +159,7 @@ def choose(
     target: LanguageModel,
     draft: LanguageModel | Drafter,
     sampling: Sampling,
-    tree: Tree | None,
+    tree: Tree | str | None,
     draft_len: int | None,
     rule: str | Rule | None,
 ) -> tuple[Drafter, Rule]:
@@ -167,7 +167,7 @@ def choose(
     if tree is not None and draft_len is not None:
         raise ValueError(f"give either tree or draft_len, got tree={tree} and draft_len={draft_len}")
     if tree is not None and not isinstance(tree, Tree):
-        raise TypeError(f"tree must be a Tree, got {tree!r}")
+        raise TypeError(f'tree must be a Tree or "auto", got {tree!r}')
     if draft_len is not None:
         tree = Tree.chain(draft_len)
     if hasattr(draft, "begin"):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LARGE = 1 << 18  # elements from which packing pays: the packed call costs some 20 us more, whatever the size
+LARGE, WIDE = 1 << 18, 256  # elements, and the shorter side, from which packing pays: its call costs some 20 us more
 ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
 
 
@@ -48,7 +48,7 @@ class Packed:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
-        if weight.numel() < LARGE or not usable(x, weight):
+        if not large(weight) or not usable(x, weight):
             self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
             y = F.linear(x, weight, bias)
             return y if activation == "none" else F.gelu(y, approximate="tanh")
@@ -58,6 +58,11 @@ class Packed:
         algorithm = "" if activation == "none" else "tanh"
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, activation, [], algorithm)
         return out
+
+
+def large(weight: Tensor) -> bool:
+    """Whether packing pays for a weight of this shape."""
+    return weight.numel() >= LARGE and min(weight.shape) >= WIDE
 
 
 def usable(x: Tensor, weight: Tensor) -> bool:
@@ -78,7 +83,7 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
         self.packed = Packed()
-        self.large = self.weight.numel() >= LARGE
+        self.large = large(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed.linear(x, self.weight, self.bias) if self.large else super().forward(x)

@@ -93,30 +93,63 @@ class Costs:
         return max(trees, key=lambda t: self.speed_up(t.expected_tokens(acceptance_by_rank), t.size, t.max_depth))
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How to decode: a rule and a tree, and what the cost model expects of them.
+
+    speed_up: tokens a second against plain decoding. tokens_per_step: E[tokens per target pass] (both 1 for plain
+    decoding, of which the tree is `Tree.chain(0)`).
+    """
+
+    rule: str
+    tree: Tree
+    speed_up: float = 1.0
+    tokens_per_step: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether plain decoding is the fastest here."""
+        return self.tree.size == 1
+
+    def __str__(self) -> str:
+        if self.plain:
+            return "plain decoding is faster here"
+        shape = f"chain {self.tree.max_depth}" if self.tree.is_chain else f"tree of {self.tree.size} nodes"
+        return f"{self.rule}, {shape}: {self.speed_up:.2f}x expected, {self.tokens_per_step:.2f} tokens per target pass"
+
+
 @torch.inference_mode()
 def measure(
-    target: LanguageModel, draft: LanguageModel, context: int = 64, sizes: Sequence[int] = SIZES, repeats: int = 15
+    target: LanguageModel,
+    draft: LanguageModel,
+    context: int = 64,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 15,
+    batch: int = 1,
 ) -> Costs:
-    """Time the passes of both models behind `context` tokens: medians, sizes in turn.
+    """Time the passes of both models over n tokens of each of `batch` rows, behind `context` tokens.
 
-    A draft step is timed right after a target pass, which has thrown the draft's weights out of the processor's
-    cache, as in the loop. Overheads are left at 0.
+    Medians, sizes in turn. A draft step is the second after a target pass: the first finds its weights thrown out
+    of the processor's cache, once a step, which counts as overhead. Overheads are left at 0.
     """
-    caches = [KVCache(m.config, 1, context + max(sizes), device=m.device, dtype=m.dtype) for m in (target, draft)]
-    models, text = (target, draft), torch.zeros(1, context, dtype=torch.long, device=target.device)
-    for model, cache in zip(models, caches, strict=True):
+    room = context + max(*sizes, 2)
+    caches = [KVCache(m.config, batch, room, device=m.device, dtype=m.dtype) for m in (target, draft)]
+    text = torch.zeros(batch, context, dtype=torch.long, device=target.device)
+    for model, cache in zip((target, draft), caches, strict=True):
         model(text, cache)
 
-    def timed(which: int, n: int) -> float:
-        caches[which].rollback(context)
-        ids = text[:, :1].expand(1, n)
-        return seconds(lambda: models[which](ids, caches[which]), target.device)
+    def timed(model: LanguageModel, cache: KVCache, n: int) -> float:
+        cache.rollback(context)
+        ids = text[:, :1].expand(batch, n)
+        return seconds(lambda: model(ids, cache), target.device)
 
     passes: dict[int, list[float]] = {n: [] for n in sizes}
     steps: list[float] = []
     for repeat in range(repeats + 2):  # the first two rounds warm up
         for n in sizes:
-            spent, step = timed(0, n), timed(1, 1)
+            spent = timed(target, caches[0], n)
+            timed(draft, caches[1], 1)
+            step = timed(draft, caches[1], 1)
             if repeat > 1:
                 passes[n].append(spent)
                 steps.append(step)

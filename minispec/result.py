@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minispec.planner import Plan
+
 
 @dataclass(frozen=True)
 class Step:
@@ -81,7 +83,7 @@ class Result:
     """The outcome for one prompt: new tokens only, why it ended, and how it came about.
 
     finish_reason: "length" (max_new_tokens reached), "stop" (a stop token, which is the last token), or
-    "context" (block_size reached).
+    "context" (block_size reached). plan: what `tree="auto"` decided before the first draw, else None.
     """
 
     prompt: list[int]
@@ -89,6 +91,7 @@ class Result:
     finish_reason: str
     steps: list[Step]
     stats: Stats
+    plan: Plan | None = None
 
 
 def summarise(steps: Sequence[Step], seconds: float = 0.0) -> Stats:

@@ -73,7 +73,7 @@ class Sampling:
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         top = logits.amax(-1, keepdim=True)  # (..., 1); NaN and +inf show here, and so does a row of -inf
-        if not torch.isfinite(top).all():
+        if not math.isfinite(float(top.sum())) and not torch.isfinite(top).all():  # one number to look at, as a rule
             place = tuple((~torch.isfinite(top[..., 0])).nonzero()[0].tolist())
             raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
         if self.greedy:
@@ -122,6 +122,51 @@ def mix(key: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
+AHEAD = 1 << 16  # noise is made this many numbers ahead, so that one call of each operator serves many draws
+
+
+class Noise:
+    """Exp(1) noise, in the order of the draws (`next`) or as a function of key and position (`at`)."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator("cpu").manual_seed(seed)
+        self._keyed = torch.Generator("cpu")
+        self._ahead = torch.empty(0, 0, device="cpu")  # rows not yet used
+        self._blocks: dict[tuple[Any, ...], Tensor] = {}
+
+    def next(self, rows: int, V: int, dtype: torch.dtype) -> Tensor:
+        """Fresh noise (rows, V)."""
+        if self._ahead.shape[1] != V or len(self._ahead) < rows or self._ahead.dtype != dtype:
+            uniform = torch.empty(max(rows, AHEAD // V), V, dtype=torch.float64, device="cpu")
+            self._ahead = exponential(uniform.uniform_(generator=self.generator), dtype)
+        used, self._ahead = self._ahead[:rows], self._ahead[rows:]
+        return used
+
+    def at(self, key: int, position: int, V: int, dtype: torch.dtype, rows: int) -> Tensor:
+        """The noise (V,) of that key and position, whatever was drawn before."""
+        size = min(16, max(1, AHEAD // (V * rows)))  # positions made at once: a row goes through them in order
+        start = position - position % size
+        name = (key, start, size, V, dtype)
+        if name not in self._blocks:
+            uniform = torch.empty(size, V, dtype=torch.float64, device="cpu")
+            for i in range(size):
+                self._keyed.manual_seed(mix(key, start + i))
+                uniform[i].uniform_(generator=self._keyed)
+            while len(self._blocks) >= 2 * rows:  # the block of a draft's end and the one of its beginning
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[name] = exponential(uniform, dtype)
+        return self._blocks[name][position - start]
+
+
+def exponential(uniform: Tensor, dtype: torch.dtype) -> Tensor:
+    """-log(u) in float64, as float32 has no u between 1 - 6e-8 and 1 and would never draw the rarest tokens.
+
+    Kept in (0, inf), so that a weight of 0 never wins against a positive one. Overwrites `uniform`.
+    """
+    noise = uniform.log_().neg_().to(dtype)
+    return noise.clamp_(torch.finfo(dtype).tiny, torch.finfo(dtype).max)
+
+
 class Randomness:
     """Pseudo-random `flip` and `pick` from a seed: an integer, one a row, or None for a fresh one.
 
@@ -143,27 +188,24 @@ class Randomness:
         if len(keys) != rows:
             raise ValueError(wrong)
         self.keys = keys
-        self._generator = torch.Generator("cpu").manual_seed(mix(keys[0], rows))
-        self._keyed = torch.Generator("cpu")
+        self._noise = Noise(mix(keys[0], rows))
 
     def flip(self, prob: Tensor) -> Tensor:
         dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
-        u = torch.rand(prob.shape, generator=self._generator, dtype=dtype, device="cpu")  # in [0, 1): 1 always passes
+        u = torch.rand(
+            prob.shape, generator=self._noise.generator, dtype=dtype, device="cpu"
+        )  # in [0, 1): 1 always passes
         return u.to(prob.device) < prob
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
         """An exponential race: the argmax of weights / Exp(1) noise is drawn in proportion to the weights."""
-        noise = torch.empty(weights.shape, dtype=torch.float64, device="cpu")  # (B, V)
+        dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+        B, V = weights.shape
         if at is None:
-            noise.uniform_(generator=self._generator)
+            noise = self._noise.next(B, V, dtype)  # (B, V)
         else:
-            for row, position in zip(range(len(noise)), at, strict=True):
-                self._keyed.manual_seed(mix(self.keys[row], position))
-                noise[row].uniform_(generator=self._keyed)
-        # -log(u) in float64, as float32 has no u between 1 - 6e-8 and 1 and would never draw the rarest tokens; kept
-        # in (0, inf), so that a weight of 0 never wins against a positive one
-        noise = noise.log_().neg_().to(weights.dtype)
-        noise.clamp_(torch.finfo(noise.dtype).tiny, torch.finfo(noise.dtype).max)
+            keyed = [self._noise.at(key, position, V, dtype, B) for key, position in zip(self.keys, at, strict=True)]
+            noise = keyed[0][None] if B == 1 else torch.stack(keyed)  # (B, V)
         return (weights / noise.to(weights.device)).argmax(-1)  # (B,)
 
     def select(self, rows: Sequence[int]) -> Randomness:

@@ -21,11 +21,12 @@ LAYERS = {  # what each core module may import of the package; the list of the d
     "verify": {"sampling", "tree"},
     "ngram": {"drafters", "sampling", "tree"},
     "drafters": {"cache", "model", "sampling", "tree"},
-    "result": set(),
+    "result": {"planner"},
     "tokenizer": set(),
     "files": set(),
     "planner": {"cache", "model", "tree"},
     "inputs": {"drafters", "model", "sampling", "tree", "verify"},
+    "auto": {"drafters", "files", "model", "planner", "result", "sampling", "tree", "verify", "advanced.statistics"},
     "decode": {"cache", "drafters", "inputs", "model", "result", "sampling", "tree", "verify"},
     "pair": {"files", "inputs", "model", "tokenizer"},
 }

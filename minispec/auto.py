@@ -1,0 +1,224 @@
+"""`tree="auto"`: measure this machine and this pair once, then take the rule and tree that the cost model likes best.
+
+The search runs the real decoder on texts of the target's own, so acceptance is that of the pair under the sampling
+asked for, and times the passes of both models (`planner.measure`). What it finds is kept in the user's cache folder,
+by machine, pair and sampling; a file that cannot be read or written is no error, only a new measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minispec.drafters import Drafter, ModelDrafter, NoDrafter
+from minispec.files import write_text
+from minispec.model import LanguageModel
+from minispec.planner import Costs, Plan, measure
+from minispec.result import Result
+from minispec.sampling import Sampling
+from minispec.tree import Tree
+from minispec.verify import RULES
+
+FORMAT = "minispec-plan-1"
+CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+NODES = (9, 17, 33)  # of the trees that are tried
+PROBE = Tree.branching([4, 3, 2])  # what acceptance by child rank is measured with
+OPENING, LENGTH, TEXTS = 16, 64, 16  # tokens of an opening, tokens that go on from it, how many texts
+SEED = 20_000
+
+Run = Callable[..., list[Result]]  # (drafter, rule, prompts, max_new_tokens, sampling, seed)
+
+
+def find_plan(
+    target: LanguageModel,
+    draft: LanguageModel,
+    sampling: Sampling,
+    rule: str | None,
+    rows: int,
+    run: Run,
+    *,
+    again: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest way to decode `rows` prompts at once on this machine, from the cache folder or by measuring.
+
+    rule: only plans of that rule; None leaves the choice. `again` measures anew. `say` is told before a measurement.
+    """
+    path = cache_folder() / f"{fingerprint(target, draft, sampling, rule, rows)}.json"
+    plan = None if again else _read(path)
+    if plan is None:
+        if say is not None:
+            say("measuring this machine once, some seconds")
+        plan = Search(target, draft, sampling, rule, run, min(rows, 32)).plan()
+        _write(path, plan)
+    return plan
+
+
+def drafter_of(plan: Plan, draft: LanguageModel) -> Drafter:
+    """What fills the plan's tree."""
+    return NoDrafter() if plan.plain else ModelDrafter(draft, plan.tree, RULES[plan.rule].how)
+
+
+@dataclass
+class Search:
+    """One search for a plan: measured costs, measured yields, arithmetic."""
+
+    target: LanguageModel
+    draft: LanguageModel
+    sampling: Sampling
+    rule: str | None
+    run: Run
+    rows: int = 1
+
+    def plan(self) -> Plan:
+        """The candidate with the largest predicted speed-up, or plain decoding where none gains."""
+        costs = self.costs()
+        plans = [Plan("match", Tree.chain(0))]
+        if "chain" in RULES[self.chain_rule].kinds or self.chain_rule == "coupled":
+            plans += self.chains(costs)
+        if self.tree_rule is not None:
+            plans += self.trees(costs)
+        return max(plans, key=lambda plan: plan.speed_up)
+
+    @property
+    def chain_rule(self) -> str:
+        """The rule of the chains that are tried: `block` is never worse than `token`."""
+        return self.rule or ("match" if self.sampling.greedy else "block")
+
+    @property
+    def tree_rule(self) -> str | None:
+        """The rule of the trees that are tried; None where only chains are allowed."""
+        sampled = "traversal" if self.target.device.type == "cpu" else "rrs"  # traversal waits for each coin
+        rule = self.rule or ("match" if self.sampling.greedy else sampled)
+        return rule if RULES[rule].chain is None else None
+
+    def costs(self) -> Costs:
+        """Times of both models' passes, and what a plain step spends besides."""
+        context = min(64, self.target.config.block_size // 4)
+        costs = measure(self.target, self.draft, context=context, batch=self.rows)
+        plain = self.step_time(Plan("match", Tree.chain(0)))
+        return replace(costs, plain_overhead=max(plain - costs.check(1), 0.0))
+
+    def chains(self, costs: Costs) -> list[Plan]:
+        """A chain of each length: measured yield, predicted time."""
+        probe = Plan(self.chain_rule, Tree.chain(4))
+        overhead = self.step_time(probe) - costs.check(5) - 4 * costs.draft_step
+        costs = replace(costs, overhead=max(overhead, 0.0))
+        return [self.expect(Plan(self.chain_rule, Tree.chain(k)), costs) for k in CHAINS if k <= self.deepest]
+
+    def trees(self, costs: Costs) -> list[Plan]:
+        """The most promising tree by the acceptance of child ranks, then measured itself."""
+        assert self.tree_rule is not None
+        probe = "rrs" if self.tree_rule == "traversal" else self.tree_rule
+        ranks = acceptance_by_rank(self.decode(Plan(probe, PROBE), self.texts, LENGTH))
+        found = {Tree.best(ranks, nodes, min(depth, self.deepest)) for nodes in NODES for depth in (4, 6, 8, 12)}
+        best = max(
+            sorted(found, key=lambda tree: tree.rows),
+            key=lambda tree: costs.speed_up(tree.expected_tokens(ranks), tree.size, tree.max_depth),
+        )
+        plan = Plan(self.tree_rule, best)
+        overhead = self.step_time(plan) - costs.check(best.size) - best.max_depth * costs.draft_step
+        return [self.expect(plan, replace(costs, overhead=max(overhead, 0.0)))]
+
+    @property
+    def deepest(self) -> int:
+        return max(self.target.config.block_size - OPENING - LENGTH, 1)
+
+    def expect(self, plan: Plan, costs: Costs) -> Plan:
+        """The plan with its measured yield and predicted speed-up."""
+        yield_ = tokens_per_step(self.decode(plan, self.texts, LENGTH), plan.tree.max_depth, LENGTH)
+        gain = costs.speed_up(yield_, plan.tree.size, plan.tree.max_depth)
+        return replace(plan, tokens_per_step=yield_, speed_up=gain)
+
+    @cached_property
+    def texts(self) -> list[list[int]]:
+        """Openings of the target's own: no caller's prompt decides what others find in the cache folder."""
+        vocabulary, end = self.target.config.vocab_size, getattr(self.target, "end_of_text", None)
+        starts = [[(i * 7) % vocabulary if end is None else end] for i in range(TEXTS)]
+        length = min(OPENING, self.target.config.block_size // 4)
+        opened = self.run(NoDrafter(), "match", starts, length, Sampling(), SEED)
+        return [result.prompt + result.tokens for result in opened]
+
+    def decode(self, plan: Plan, prompts: list[list[int]], length: int, seed: int = SEED) -> list[Result]:
+        length = min(length, self.target.config.block_size - len(prompts[0]))
+        return self.run(drafter_of(plan, self.draft), plan.rule, prompts, length, self.sampling, seed)
+
+    def step_time(self, plan: Plan, repeats: int = 4) -> float:
+        """Median seconds of a whole step of this plan, `rows` rows at once."""
+        found = []
+        for repeat in range(repeats + 1):  # the first warms up
+            prompts = [self.texts[(repeat + row) % TEXTS] for row in range(self.rows)]
+            results = self.decode(plan, prompts, LENGTH // 2, SEED + repeat)
+            found.append(results[0].stats.seconds / max(len(result.steps) for result in results))
+        return statistics.median(found[1:])
+
+
+def tokens_per_step(results: Sequence[Result], depth: int, length: int) -> float:
+    """Mean tokens of the steps that had room for a draft of that depth."""
+    counts = []
+    for result in results:
+        left = min(length, len(result.tokens))
+        for step in result.steps:
+            if left > depth:
+                counts.append(len(step.tokens))
+            left -= len(step.tokens)
+    return statistics.fmean(counts) if counts else 1.0
+
+
+def cache_folder() -> Path:
+    """Where plans are kept: `$MINISPEC_CACHE`, or the user's cache folder as the system has it."""
+    if "MINISPEC_CACHE" in os.environ:
+        return Path(os.environ["MINISPEC_CACHE"])
+    from platformdirs import user_cache_path
+
+    return user_cache_path("minispec", appauthor=False)
+
+
+def fingerprint(target: LanguageModel, draft: LanguageModel, sampling: Sampling, rule: str | None, rows: int) -> str:
+    """A name for all that a plan depends on: machine, threads, versions, both models' weights, sampling, batch."""
+    digest = hashlib.sha256()
+    bucket = 1 << (min(rows, 32) - 1).bit_length()
+    machine = (platform.node(), platform.machine(), torch.__version__, torch.get_num_threads(), str(target.device))
+    digest.update(repr((FORMAT, machine, sampling, rule, bucket, str(target.dtype))).encode())
+    for model in (target, draft):
+        digest.update(repr(model.config).encode())
+        for parameter in getattr(model, "parameters", list)():
+            digest.update(parameter.detach().flatten()[:32].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:24]
+
+
+def _read(path: Path) -> Plan | None:
+    """A plan that was kept; None when there is none, or none that makes sense."""
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if kept["format"] != FORMAT or kept["rule"] not in RULES:
+            return None
+        return Plan(kept["rule"], Tree.from_parents(kept["parents"]), kept["speed_up"], kept["tokens_per_step"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write(path: Path, plan: Plan) -> None:
+    kept: dict[str, Any] = {"format": FORMAT, "rule": plan.rule, "parents": list(plan.tree.rows[0])}
+    kept |= {"speed_up": plan.speed_up, "tokens_per_step": plan.tokens_per_step}
+    try:
+        write_text(path, json.dumps(kept) + "\n")
+    except OSError:  # a folder that cannot be written: measured again next time
+        return
+
+
+def acceptance_by_rank(results: Sequence[Result]) -> list[float]:
+    """Acceptance by child rank over all steps (`advanced.statistics.acceptance_by_rank`), a rate of 1 at most."""
+    from minispec.advanced.statistics import acceptance_by_rank as by_rank
+
+    return by_rank([step for result in results for step in result.steps])
