@@ -23,9 +23,10 @@ import torch
 from minispec.drafters import Drafter, ModelDrafter, NoDrafter
 from minispec.files import write_text
 from minispec.model import LanguageModel
-from minispec.planner import Costs, Plan, measure
+from minispec.planner import Costs, Plan
 from minispec.result import Result
 from minispec.sampling import Sampling
+from minispec.stopwatch import SIZES, measure
 from minispec.tree import Tree
 from minispec.verify import RULES
 
@@ -71,7 +72,11 @@ def drafter_of(plan: Plan, draft: LanguageModel) -> Drafter:
 
 @dataclass
 class Search:
-    """One search for a plan: measured costs, measured yields, arithmetic."""
+    """One search for a plan: measured costs, measured yields, arithmetic.
+
+    texts: prompts to measure on, of one length or many; by default openings of the target's own, so that no caller's
+    prompt decides what others find in the cache folder.
+    """
 
     target: LanguageModel
     draft: LanguageModel
@@ -79,15 +84,14 @@ class Search:
     rule: str | None
     run: Run
     rows: int = 1
+    length: int = LENGTH
+    given: list[list[int]] | None = None
 
     def plan(self) -> Plan:
         """The candidate with the largest predicted speed-up, or plain decoding where none gains."""
-        costs = self.costs()
-        plans = [Plan("match", Tree.chain(0))]
-        if "chain" in RULES[self.chain_rule].kinds or self.chain_rule == "coupled":
-            plans += self.chains(costs)
+        plans = [Plan("match", Tree.chain(0)), *self.chains()]
         if self.tree_rule is not None:
-            plans += self.trees(costs)
+            plans.append(self.tree())
         return max(plans, key=lambda plan: plan.speed_up)
 
     @property
@@ -102,72 +106,88 @@ class Search:
         rule = self.rule or ("match" if self.sampling.greedy else sampled)
         return rule if RULES[rule].chain is None else None
 
+    @cached_property
     def costs(self) -> Costs:
         """Times of both models' passes, and what a plain step spends besides."""
         context = min(64, self.target.config.block_size // 4)
-        costs = measure(self.target, self.draft, context=context, batch=self.rows)
-        plain = self.step_time(Plan("match", Tree.chain(0)))
+        sizes = [n for n in SIZES if context + n <= self.target.config.block_size]
+        costs = measure(self.target, self.draft, context, sizes, batch=self.rows)
+        plain = self.step_time(NoDrafter(), "match")
         return replace(costs, plain_overhead=max(plain - costs.check(1), 0.0))
 
-    def chains(self, costs: Costs) -> list[Plan]:
-        """A chain of each length: measured yield, predicted time."""
-        probe = Plan(self.chain_rule, Tree.chain(4))
-        overhead = self.step_time(probe) - costs.check(5) - 4 * costs.draft_step
-        costs = replace(costs, overhead=max(overhead, 0.0))
-        return [self.expect(Plan(self.chain_rule, Tree.chain(k)), costs) for k in CHAINS if k <= self.deepest]
+    def overhead(self, drafter: Drafter, rule: str, nodes: int, depth: int) -> float:
+        """What a step of this drafter and rule spends besides the passes, in seconds."""
+        passes = self.costs.check(nodes) + depth * self.costs.draft_step
+        return max(self.step_time(drafter, rule) - passes, 0.0)
 
-    def trees(self, costs: Costs) -> list[Plan]:
+    def chains(self) -> list[Plan]:
+        """A chain of each length: measured yield, predicted time."""
+        name, lengths = self.chain_rule, [k for k in CHAINS if k <= self.deepest]
+        overhead = self.overhead(drafter_of(Plan(name, Tree.chain(4)), self.draft), name, 5, 4)
+        return [self.expect(Plan(name, Tree.chain(k)), overhead) for k in lengths]
+
+    def tree(self) -> Plan:
         """The most promising tree by the acceptance of child ranks, then measured itself."""
         assert self.tree_rule is not None
-        probe = "rrs" if self.tree_rule == "traversal" else self.tree_rule
-        ranks = acceptance_by_rank(self.decode(Plan(probe, PROBE), self.texts, LENGTH))
+        probe = Plan("rrs" if self.tree_rule == "traversal" else self.tree_rule, PROBE)
+        ranks = acceptance_by_rank(self.decode(drafter_of(probe, self.draft), probe.rule, self.texts, self.length))
         found = {Tree.best(ranks, nodes, min(depth, self.deepest)) for nodes in NODES for depth in (4, 6, 8, 12)}
         best = max(
             sorted(found, key=lambda tree: tree.rows),
-            key=lambda tree: costs.speed_up(tree.expected_tokens(ranks), tree.size, tree.max_depth),
+            key=lambda tree: self.costs.speed_up(tree.expected_tokens(ranks), tree.size, tree.max_depth),
         )
         plan = Plan(self.tree_rule, best)
-        overhead = self.step_time(plan) - costs.check(best.size) - best.max_depth * costs.draft_step
-        return [self.expect(plan, replace(costs, overhead=max(overhead, 0.0)))]
+        return self.expect(plan, self.overhead(drafter_of(plan, self.draft), plan.rule, best.size, best.max_depth))
 
     @property
     def deepest(self) -> int:
-        return max(self.target.config.block_size - OPENING - LENGTH, 1)
+        """The deepest draft worth a try: half of what a text has room for."""
+        return max(self.target.config.block_size // 4, 1)
 
-    def expect(self, plan: Plan, costs: Costs) -> Plan:
+    def expect(self, plan: Plan, overhead: float) -> Plan:
         """The plan with its measured yield and predicted speed-up."""
-        yield_ = tokens_per_step(self.decode(plan, self.texts, LENGTH), plan.tree.max_depth, LENGTH)
-        gain = costs.speed_up(yield_, plan.tree.size, plan.tree.max_depth)
-        return replace(plan, tokens_per_step=yield_, speed_up=gain)
+        depth, size = plan.tree.max_depth, plan.tree.size
+        tokens = self.tokens_per_step(drafter_of(plan, self.draft), plan.rule, depth)
+        gain = replace(self.costs, overhead=overhead).speed_up(tokens, size, depth)
+        return replace(plan, tokens_per_step=tokens, speed_up=gain)
+
+    def tokens_per_step(self, drafter: Drafter, rule: str, depth: int) -> float:
+        """Mean tokens of the steps that had room for a draft of that depth."""
+        results = self.decode(drafter, rule, self.texts, self.length)
+        return full_steps(results, depth)
 
     @cached_property
     def texts(self) -> list[list[int]]:
-        """Openings of the target's own: no caller's prompt decides what others find in the cache folder."""
+        """The prompts to measure on."""
+        if self.given is not None:
+            return self.given
         vocabulary, end = self.target.config.vocab_size, getattr(self.target, "end_of_text", None)
         starts = [[(i * 7) % vocabulary if end is None else end] for i in range(TEXTS)]
         length = min(OPENING, self.target.config.block_size // 4)
         opened = self.run(NoDrafter(), "match", starts, length, Sampling(), SEED)
         return [result.prompt + result.tokens for result in opened]
 
-    def decode(self, plan: Plan, prompts: list[list[int]], length: int, seed: int = SEED) -> list[Result]:
-        length = min(length, self.target.config.block_size - len(prompts[0]))
-        return self.run(drafter_of(plan, self.draft), plan.rule, prompts, length, self.sampling, seed)
+    def decode(
+        self, drafter: Drafter, rule: str, prompts: list[list[int]], length: int, seed: int = SEED
+    ) -> list[Result]:
+        length = min(length, self.target.config.block_size - max(map(len, prompts)))
+        return self.run(drafter, rule, prompts, length, self.sampling, seed)
 
-    def step_time(self, plan: Plan, repeats: int = 4) -> float:
-        """Median seconds of a whole step of this plan, `rows` rows at once."""
+    def step_time(self, drafter: Drafter, rule: str, repeats: int = 5) -> float:
+        """Median seconds of a whole step, `rows` rows at once."""
         found = []
         for repeat in range(repeats + 1):  # the first warms up
-            prompts = [self.texts[(repeat + row) % TEXTS] for row in range(self.rows)]
-            results = self.decode(plan, prompts, LENGTH // 2, SEED + repeat)
+            prompts = [self.texts[(repeat + row) % len(self.texts)] for row in range(self.rows)]
+            results = self.decode(drafter, rule, prompts, self.length // 2, SEED + repeat)
             found.append(results[0].stats.seconds / max(len(result.steps) for result in results))
         return statistics.median(found[1:])
 
 
-def tokens_per_step(results: Sequence[Result], depth: int, length: int) -> float:
-    """Mean tokens of the steps that had room for a draft of that depth."""
+def full_steps(results: Sequence[Result], depth: int) -> float:
+    """Mean tokens of the steps that had room for a draft of that depth; 1 where there was none."""
     counts = []
     for result in results:
-        left = min(length, len(result.tokens))
+        left = len(result.tokens)
         for step in result.steps:
             if left > depth:
                 counts.append(len(step.tokens))

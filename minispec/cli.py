@@ -13,8 +13,10 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from minispec import __version__, bench
-from minispec.decode import generate, speculate, stream
+from minispec import __version__
+from minispec.auto import drafter_of, find_plan
+from minispec.bench import commands as bench_commands
+from minispec.decode import generate, search_run, speculate, stream
 from minispec.drafters import Drafter, EarlyExitDrafter
 from minispec.inputs import DEFAULT_DRAFT_LEN
 from minispec.model import GPT
@@ -45,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands_of = cast(Any, commands)
     train_commands.add_commands(commands_of)
     draft_commands.add_commands(commands_of)
-    bench.add_command(commands_of)
+    bench_commands.add_command(commands_of)
     curves.add_command(commands_of)
     return parser
 
@@ -59,7 +61,8 @@ def _add_generate(commands: Any) -> None:
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with mass P")
     add("--seed", type=int, help="default: a fresh one, which is printed")
-    add("--draft-len", type=int, default=DEFAULT_DRAFT_LEN, metavar="K", help="draft tokens a step (default 4)")
+    add("--draft-len", type=int, metavar="K", help="draft tokens a step (default: what is fastest on this machine)")
+    add("--plan", action="store_true", help="measure this machine anew before choosing")
     add(
         "--draft", default="draft", metavar="NAME", help="draft file of the pair (try misaligned), or ngram, early-exit"
     )
@@ -104,18 +107,31 @@ def run_generate(args: argparse.Namespace) -> None:
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     draft: GPT | Drafter = pair.draft
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": seed}
+    draft_len = DEFAULT_DRAFT_LEN if args.draft_len is None else args.draft_len
     shape: dict[str, Any] = {"draft_len": args.draft_len, "rule": args.rule}
+    plan, prompt = "", pair.tokenizer.encode(text)
     if args.draft == "ngram":
-        draft, shape = NGramDrafter(args.draft_len), {"rule": args.rule}
+        draft, shape = NGramDrafter(draft_len), {"rule": args.rule}
     elif args.draft == "early-exit":
         layers = max(pair.target.config.n_layer // 4, 1)
-        draft, shape = EarlyExitDrafter(pair.target, layers, Tree.chain(args.draft_len)), {"rule": args.rule}
-    prompt = pair.tokenizer.encode(text)
+        draft, shape = EarlyExitDrafter(pair.target, layers, Tree.chain(draft_len)), {"rule": args.rule}
+    elif args.draft_len is None:
+        stream(pair.target, draft, prompt, **options)  # refuses what cannot be decoded before anything is measured
+        found = find_plan(
+            pair.target, pair.draft, sampling, args.rule, 1, search_run(pair.target), again=args.plan, say=_say
+        )
+        draft, shape, plan = drafter_of(found, pair.draft), {"rule": found.rule}, f"plan: {found}"
     steps = _stream_text(pair, text, stream(pair.target, draft, prompt, **options, **shape), args.colour)
     if args.compare:
         print(compare(pair, draft, prompt, options, shape))
     else:
         print(describe(summarise([step for step, _ in steps], sum(s for _, s in steps))) + f", seed {seed}")
+    if plan:
+        print(plan)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _stream_text(pair: Pair, text: str, steps: Any, colour: bool) -> list[tuple[Step, float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -22,6 +22,7 @@ from minispec.drafters import Drafter, NoDrafter
 from minispec.inputs import (
     DraftOptions,
     Options,
+    check_auto,
     check_draft,
     check_integer,
     check_rng,
@@ -67,6 +68,7 @@ class Plan:
     stop: frozenset[int]
     rng: Rng
     rows: list[Row]
+    shape: planner.Plan | None = None  # what tree="auto" found
 
 
 @overload
@@ -127,11 +129,8 @@ def speculate(
 
     Raises `ValueError`/`TypeError` before any forward pass, naming the parameter, the value and what is allowed.
     """
-    sampling = check_sampling(sampling)
-    many = is_batch(prompt)
-    plan = _automatic(target, draft, sampling, draft_len, rule, len(prompt) if many else 1) if tree == "auto" else None
-    chosen = choose(target, draft, sampling, tree, draft_len, rule) if plan is None else _planned(plan, draft)
-    return _collect(_plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng), many, plan)
+    call = _choose(target, draft, prompt, max_new_tokens, sampling, tree, draft_len, rule, stop, seed, rng)
+    return _collect(call, is_batch(prompt))
 
 
 def stream(
@@ -151,32 +150,36 @@ def stream(
     """`speculate` for one prompt, a `Step` at a time. Checks its arguments at once, not at the first step."""
     if is_batch(prompt):
         raise TypeError("prompt: stream takes one prompt, a list of token ids; use speculate for many")
-    sampling = check_sampling(sampling)
-    plan = _automatic(target, draft, sampling, draft_len, rule, 1) if tree == "auto" else None
-    chosen = choose(target, draft, sampling, tree, draft_len, rule) if plan is None else _planned(plan, draft)
-    call = _plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng)
+    call = _choose(target, draft, prompt, max_new_tokens, sampling, tree, draft_len, rule, stop, seed, rng)
     return (step for steps in decode(call) for _, step in steps)
 
 
-def _automatic(
-    target: LanguageModel, draft: Any, sampling: Sampling, draft_len: int | None, rule: str | Rule | None, rows: int
-) -> planner.Plan:
-    """The plan for `tree="auto"`; ValueError/TypeError for what it cannot be combined with."""
-    if hasattr(draft, "begin") or draft_len is not None:
-        given = f"draft_len={draft_len}" if draft_len is not None else type(draft).__name__
-        raise ValueError(f'tree="auto" chooses the shape of a model\'s draft, got {given} as well')
-    if isinstance(rule, Rule):
-        raise TypeError(f'rule must be a name or None with tree="auto", got the Rule {rule.name!r}')
-    choose(target, draft, sampling, None, None, None)  # do these models fit?
-    return find_plan(target, draft, sampling, None if rule is None else find_rule(rule).name, rows, _run(target))
+def _choose(
+    target: LanguageModel,
+    draft: Any,
+    prompt: Any,
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    tree: Tree | str | None,
+    draft_len: int | None,
+    rule: str | Rule | None,
+    stop: Any,
+    seed: Any,
+    rng: Rng | None,
+) -> Plan:
+    """The checked call, with the drafter and rule asked for or, for `tree="auto"`, found to be fastest."""
+    sampling = check_sampling(sampling)
+    if tree != "auto":
+        chosen = choose(target, draft, sampling, tree, draft_len, rule)
+        return _plan(target, *chosen, prompt, max_new_tokens, sampling, stop, seed, rng)
+    name = check_auto(target, draft, sampling, draft_len, rule)
+    call = _plan(target, NoDrafter(), find_rule("match"), prompt, max_new_tokens, sampling, stop, seed, rng)
+    shape = find_plan(target, draft, sampling, name, len(call.rows), search_run(target))
+    return replace(call, drafter=drafter_of(shape, draft), rule=find_rule(shape.rule), shape=shape)
 
 
-def _planned(plan: planner.Plan, draft: Any) -> tuple[Drafter, Rule]:
-    return drafter_of(plan, draft), find_rule(plan.rule)
-
-
-def _run(target: LanguageModel) -> Run:
-    """What a search for a plan decodes with."""
+def search_run(target: LanguageModel) -> Run:
+    """What a search for a plan (`auto.Search`) decodes with."""
 
     def run(
         drafter: Drafter, rule: str, prompts: list[list[int]], length: int, sampling: Sampling, seed: int
@@ -217,7 +220,7 @@ def _plan(
     return Plan(target, drafter, rule, sampling, ends, rng, rows)
 
 
-def _collect(plan: Plan, many: bool, shape: planner.Plan | None = None) -> Result | list[Result]:
+def _collect(plan: Plan, many: bool) -> Result | list[Result]:
     prompts = [list(row.tokens) for row in plan.rows]
     steps: list[list[Step]] = [[] for _ in plan.rows]
     start = time.perf_counter()
@@ -229,7 +232,7 @@ def _collect(plan: Plan, many: bool, shape: planner.Plan | None = None) -> Resul
     for row, prompt, taken in zip(plan.rows, prompts, steps, strict=True):
         tokens = [token for step in taken for token in step.tokens]
         reason = (taken[-1].finish_reason if taken else None) or row.reason
-        results.append(Result(prompt, tokens, reason, taken, summarise(taken, seconds), shape))
+        results.append(Result(prompt, tokens, reason, taken, summarise(taken, seconds), plan.shape))
     return results if many else results[0]
 
 

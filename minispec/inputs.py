@@ -189,6 +189,19 @@ def choose(
     return drafter, found
 
 
+def check_auto(
+    target: LanguageModel, draft: Any, sampling: Sampling, draft_len: int | None, rule: str | Rule | None
+) -> str | None:
+    """The name of the rule that `tree="auto"` is held to, if any; ValueError/TypeError for what cannot go with it."""
+    if hasattr(draft, "begin") or draft_len is not None:
+        given = f"draft_len={draft_len}" if draft_len is not None else f"a {type(draft).__name__}"
+        raise ValueError(f'tree="auto" chooses the shape of a model\'s draft, got {given} as well')
+    if isinstance(rule, Rule):
+        raise TypeError(f'rule must be a name or None with tree="auto", got the Rule {rule.name!r}')
+    choose(target, draft, sampling, None, None, None)  # do these models fit?
+    return None if rule is None else find_rule(rule).name
+
+
 def default_rule(sampling: Sampling, kind: str) -> str:
     """The rule for a draft of this kind where none is asked for."""
     if sampling.greedy or kind == "chosen":

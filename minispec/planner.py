@@ -5,23 +5,15 @@ accepted run and one token more. So, with plain decoding as the unit,
 
     speed-up = E[tokens per step] t(1)' / (t(N) + D d + overhead),     t(1)' = t(1) + plain decoding's overhead.
 
-Times are measured on the machine at hand; acceptance comes in as a number.
+Times are measured on the machine at hand (`stopwatch`); acceptance comes in as a number.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from minispec.cache import KVCache
-from minispec.model import LanguageModel
 from minispec.tree import Tree
-
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)
 
 
 def expected_tokens(acceptance_rate: float, draft_len: int) -> float:
@@ -111,56 +103,16 @@ class Plan:
         """Whether plain decoding is the fastest here."""
         return self.tree.size == 1
 
+    @property
+    def shape(self) -> str:
+        """Rule and shape in words."""
+        if self.plain:
+            return "plain decoding"
+        if self.tree.is_chain:
+            return f"{self.rule}, chain {self.tree.max_depth}"
+        return f"{self.rule}, tree of {self.tree.size} nodes"
+
     def __str__(self) -> str:
         if self.plain:
             return "plain decoding is faster here"
-        shape = f"chain {self.tree.max_depth}" if self.tree.is_chain else f"tree of {self.tree.size} nodes"
-        return f"{self.rule}, {shape}: {self.speed_up:.2f}x expected, {self.tokens_per_step:.2f} tokens per target pass"
-
-
-@torch.inference_mode()
-def measure(
-    target: LanguageModel,
-    draft: LanguageModel,
-    context: int = 64,
-    sizes: Sequence[int] = SIZES,
-    repeats: int = 15,
-    batch: int = 1,
-) -> Costs:
-    """Time the passes of both models over n tokens of each of `batch` rows, behind `context` tokens.
-
-    Medians, sizes in turn. A draft step is the second after a target pass: the first finds its weights thrown out
-    of the processor's cache, once a step, which counts as overhead. Overheads are left at 0.
-    """
-    room = context + max(*sizes, 2)
-    caches = [KVCache(m.config, batch, room, device=m.device, dtype=m.dtype) for m in (target, draft)]
-    text = torch.zeros(batch, context, dtype=torch.long, device=target.device)
-    for model, cache in zip((target, draft), caches, strict=True):
-        model(text, cache)
-
-    def timed(model: LanguageModel, cache: KVCache, n: int) -> float:
-        cache.rollback(context)
-        ids = text[:, :1].expand(batch, n)
-        return seconds(lambda: model(ids, cache), target.device)
-
-    passes: dict[int, list[float]] = {n: [] for n in sizes}
-    steps: list[float] = []
-    for repeat in range(repeats + 2):  # the first two rounds warm up
-        for n in sizes:
-            spent = timed(target, caches[0], n)
-            timed(draft, caches[1], 1)
-            step = timed(draft, caches[1], 1)
-            if repeat > 1:
-                passes[n].append(spent)
-                steps.append(step)
-    return Costs({n: statistics.median(spent) for n, spent in passes.items()}, statistics.median(steps))
-
-
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock time of `work`, the device's queue included."""
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - start
+        return f"{self.shape}: {self.speed_up:.2f}x expected, {self.tokens_per_step:.2f} tokens per target pass"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ if torch.backends.mps.is_available():
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # the test models are tiny
+    os.environ["MINISPEC_CACHE"] = tempfile.mkdtemp(prefix="minispec-plans-")  # never the user's own
 
 
 @pytest.fixture(params=DEVICES)

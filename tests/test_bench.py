@@ -6,28 +6,45 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from doubles import random_gpt
+from test_tokenizer import BYTES, PATTERN, SPECIAL, Tokenizer
 
+from minispec import Pair, Sampling, Tree, auto, generate
+from minispec.bench import machine
+from minispec.bench.machine import bytes_read, emulate_layers, read_bandwidth, shares
+from minispec.bench.setups import Setup, model_setup
+from minispec.bench.timing import once, timings
 from minispec.cli import main
+from minispec.cost import ownership
+from minispec.pair import save_model, save_tokenizer
 
 
-def test_passes_and_timings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair of the least size that has room for the shipped prompts, byte by byte."""
+    root = tmp_path_factory.mktemp("pair")
+    save_tokenizer(root, Tokenizer(BYTES, PATTERN, {next(iter(SPECIAL)): 256}))
+    for seed, name in enumerate(("target", "draft")):
+        save_model(root, name, random_gpt(seed, vocab=257, block=256, width=8, layers=1, scale=0.2))
+    return root
+
+
+SMALL = ["--max-new-tokens", "8", "--repeats", "1", "--draft-len", "2", "--nodes", "4", "--prompts", "2", "--json"]
+
+
+@pytest.fixture(autouse=True)
+def small_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MINISPEC_CACHE", str(tmp_path / "plans"))
+    monkeypatch.setattr(machine, "BUFFER", 1 << 20)
+    for name, value in (("TEXTS", 2), ("CHAINS", (2,)), ("NODES", (4,))):
+        monkeypatch.setattr(auto, name, value)
+
+
+def test_tokens_per_pass(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bench.json"
-    small = [
-        "--max-new-tokens",
-        "8",
-        "--repeats",
-        "1",
-        "--draft-len",
-        "2",
-        "--nodes",
-        "4",
-        "--json",
-        str(out),
-        "--prompts",
-        "2",
-    ]
-    assert main(["bench", "--passes", *small]) == 0
-    rows = json.loads(out.read_text())
+    assert main(["bench", "--passes", *SMALL, str(out), "--pair", str(tiny)]) == 0
+    rows = json.loads(out.read_text())["rows"]
     names = {row["setup"] for row in rows if row["temperature"] == 1.0}
     assert names >= {
         "plain",
@@ -38,21 +55,120 @@ def test_passes_and_timings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "match, n-gram",
     }
     assert all(row["new_tokens"] == 2 * 8 for row in rows)
-    assert all(
-        row["tokens_per_pass"] == 1 and row["acceptance_rate"] is None for row in rows if row["setup"] == "plain"
-    )
+    plain = [row for row in rows if row["setup"] == "plain"]
+    assert all(row["tokens_per_pass"] == 1 and row["acceptance_rate"] is None for row in plain)
     assert all(1 <= row["tokens_per_pass"] <= row["nodes"] for row in rows)
     assert "rrs, best tree" in capsys.readouterr().out
-    assert main(["bench", "--temperature", "0", *small]) == 0
-    rows = json.loads(out.read_text())
-    assert all(row["tokens_per_second"] > 0 and row["ratio"] > 0 for row in rows)
-    assert next(row["ratio"] for row in rows if row["setup"] == "plain") == 1
-    assert next(row["predicted"] for row in rows if row["setup"] == "plain") == 1
-    assert all(row["predicted"] > 0 for row in rows if row["setup"] != "match, n-gram")
-    assert "draft step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("option", "value"), [("--nodes", "1"), ("--repeats", "0"), ("--prompts", "0")])
+def test_times_predictions_shares_and_the_picture(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `tutorials` draws pictures")
+    out, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    command = [
+        "bench",
+        "--temperature",
+        "0",
+        "--plot",
+        str(picture),
+        "--emulate-layers",
+        "1",
+        *SMALL,
+        str(out),
+        "--pair",
+        str(tiny),
+    ]
+    assert main(command) == 0
+    found = json.loads(out.read_text())
+    rows = {row["setup"]: row for row in found["rows"]}
+    assert all(row["tokens_per_second"] > 0 and row["ratio"] > 0 for row in rows.values())
+    assert rows["plain"]["ratio"] == rows["plain"]["predicted"] == 1
+    unknown = {"match, n-gram", "match, dynamic tree"}
+    assert all((row["predicted"] is None) == (name in unknown) for name, row in rows.items())
+    assert sum(name.startswith("auto (") for name in rows) == 1
+    for part in found["shares"].values():
+        assert part["target"] + part["draft"] + part["verify"] + part["other"] == pytest.approx(1)
+        assert min(part.values()) > -0.01
+    printed = capsys.readouterr().out
+    assert "draft step" in printed
+    assert "% of a plain read" in printed
+    assert "EMULATION" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "growth.json"
+    assert main(["bench", "--growth", "--temperature", "1", *SMALL, str(out), "--pair", str(tiny)]) == 0
+    rows = json.loads(out.read_text())["growth"]
+    assert {row["context"] for row in rows if row["batch"] == 1} == {64, 96, 128, 160, 192, 224}
+    assert [row["batch"] for row in rows if row["batch"] > 1] == [2, 4, 8, 16, 32]
+    assert all(row["ratio"] > 0 for row in rows)
+    assert "ms a token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--nodes", "1"), ("--repeats", "0"), ("--prompts", "0"), ("--emulate-layers", "-1")]
+)
 def test_bad_input(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", option, value]) == 2
-    assert "nodes must be >= 2, repeats and prompts >= 1" in capsys.readouterr().err
+    assert "nodes must be >= 2, repeats and prompts >= 1, emulate-layers >= 0" in capsys.readouterr().err
+
+
+def test_emulated_layers_change_nothing_but_the_cost() -> None:
+    model = random_gpt(1).float()
+    larger = emulate_layers(model, 3)
+    assert larger.config.n_layer == model.config.n_layer + 3
+    ids = torch.tensor([[0, 1, 2, 1, 0]])
+    with torch.inference_mode():
+        assert torch.equal(larger(ids), model(ids))
+    before = [p.clone() for p in model.parameters()]
+    assert generate(larger, [0, 1], max_new_tokens=8, seed=0) == generate(model, [0, 1], max_new_tokens=8, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert bytes_read(larger) > 2 * bytes_read(model)
+    with pytest.raises(ValueError, match="extra must be >= 0"):
+        emulate_layers(model, -1)
+
+
+def test_bytes_of_a_pass_are_all_weights_but_the_positions() -> None:
+    model = random_gpt(1)
+    assert bytes_read(model) == 8 * (sum(p.numel() for p in model.parameters()) - model.wpe.weight.numel())
+    assert read_bandwidth(torch.device("cpu"), repeats=1) > 0
+
+
+def test_another_librarys_decoder_is_timed_in_the_same_run(shipped: Pair) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def peer(prompt: list[int], n: int, seed: int) -> list[int]:
+        calls.append((n, seed))
+        return [0] * n
+
+    setup = Setup("peer", None, None, 1, peer=peer)
+    plain = Setup("plain", None, None, 1, 0)
+    tokens, _, steps = once(shipped, setup, [1, 2], Sampling(), 5, 7)
+    assert (tokens, steps, calls) == (5, [], [(5, 7)])
+    rows = timings(shipped, [plain, setup], [[1, 2], [3]], Sampling(), 4, 2, lambda: None)
+    assert rows[1].ratio is not None
+    assert rows[1].ratio > 1
+    assert rows[1].tokens_per_pass is None
+    assert len(calls) == 1 + 3 * 2
+
+
+def test_shares_cover_every_setup_with_a_model(shipped: Pair) -> None:
+    assert shares(shipped, Setup("plain", None, None, 1, 0), [[1]], Sampling(), 4) is None
+    for rule, how in (("token", "without"), ("match", "top-k"), ("coupled", "coupled"), ("rrs", "without")):
+        found = shares(shipped, model_setup(shipped, rule, Tree.chain(2), how, "x"), [[1, 2]], Sampling(), 6)
+        assert found is not None
+        assert found.overhead == pytest.approx(1 - found.target - found.draft)
+
+
+def test_cost_of_ownership() -> None:
+    cost = ownership(1000 / 3.6, 50, price_per_hour=0.2, price_per_kwh=0.3)  # a million tokens an hour
+    assert (cost.hours, cost.energy, cost.money) == pytest.approx((1.0, 0.05, 0.2 + 0.015))
+    twice = ownership(2000 / 3.6, 50, 0.2, 0.3)
+    assert twice.money == pytest.approx(cost.money / 2)
+    for bad in ({"tokens_per_second": 0}, {"power": -1}, {"price_per_kwh": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            ownership(**({"tokens_per_second": 1.0, "power": 1.0} | bad))

@@ -17,7 +17,7 @@ from minispec.cli import main
 SUMMARY = re.compile(
     r"12 tokens, \d\.\d\d per target pass, acceptance (\d\.\d\d|n/a) of tested and (\d\.\d\d|n/a) of proposed, \d+ tokens/s, seed 3"
 )
-SHORT = ["--max-new-tokens", "12", "--seed", "3"]
+SHORT = ["--max-new-tokens", "12", "--seed", "3", "--draft-len", "4"]
 
 
 def run(*args: str, stdin: str | None = None, env: dict[str, str] | None = None, cwd: Path | None = None):  # type: ignore[no-untyped-def]

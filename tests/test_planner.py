@@ -6,7 +6,8 @@ import pytest
 from doubles import random_gpt
 
 from minispec import Tree
-from minispec.planner import Costs, best_draft_len, expected_tokens, measure, speed_up
+from minispec.planner import Costs, best_draft_len, expected_tokens, speed_up
+from minispec.stopwatch import measure
 
 TABLE = {  # acceptance: (best K, speed-up) for c = .02, .05, .1, .2, .3
     0.5: [(4, 1.79), (3, 1.63), (2, 1.46), (1, 1.25), (1, 1.15)],

@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "minispec"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {  # what each core module may import of the package; the list of the design
     "cache": set(),
-    "sampling": set(),
+    "sampling": {"noise"},
+    "noise": set(),
     "tree": set(),
     "linear": set(),
     "model": {"cache", "linear"},
@@ -24,10 +25,22 @@ LAYERS = {  # what each core module may import of the package; the list of the d
     "result": {"planner"},
     "tokenizer": set(),
     "files": set(),
-    "planner": {"cache", "model", "tree"},
+    "planner": {"tree"},
+    "stopwatch": {"cache", "model", "planner"},
     "inputs": {"drafters", "model", "sampling", "tree", "verify"},
-    "auto": {"drafters", "files", "model", "planner", "result", "sampling", "tree", "verify", "advanced.statistics"},
-    "decode": {"cache", "drafters", "inputs", "model", "result", "sampling", "tree", "verify"},
+    "auto": {
+        "drafters",
+        "files",
+        "model",
+        "planner",
+        "result",
+        "sampling",
+        "stopwatch",
+        "tree",
+        "verify",
+        "advanced.statistics",
+    },
+    "decode": {"auto", "cache", "drafters", "inputs", "model", "planner", "result", "sampling", "tree", "verify"},
     "pair": {"files", "inputs", "model", "tokenizer"},
 }
 

@@ -1,0 +1,1 @@
+"""`minispec bench`: rules, shapes and drafters side by side; predicted beside measured; where the time goes."""

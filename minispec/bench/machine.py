@@ -1,0 +1,155 @@
+"""Where the time goes: memory bandwidth, shares of a step, growth with context and batch, emulated larger targets."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minispec.bench.setups import Setup, decode
+from minispec.model import GPT, Block, GPTConfig, LanguageModel
+from minispec.pair import Pair
+from minispec.sampling import Sampling
+from minispec.stopwatch import seconds
+from minispec.verify import Rule, find_rule
+
+CONTEXTS, BATCHES, CONTINUED = (64, 96, 128, 160, 192, 224), (2, 4, 8, 16, 32), 24  # of `growth`
+BUFFER = 256 << 20  # bytes: more than the processor's caches hold
+
+
+def read_bandwidth(device: torch.device, repeats: int = 7) -> float:
+    """Bytes a second of a plain read: the sum of a buffer larger than the caches, best of some."""
+    buffer = torch.ones(BUFFER // 4, device=device)
+    return BUFFER / min(seconds(buffer.sum, device) for _ in range(repeats + 1))
+
+
+def bytes_read(model: GPT) -> int:
+    """What a pass over one token reads: all weights but the position table, the token table being the head too."""
+    tables = (model.wpe.weight,)
+    return sum(p.numel() * p.element_size() for p in model.parameters() if all(p is not t for t in tables))
+
+
+def emulate_layers(model: GPT, extra: int) -> GPT:
+    """The same function at the cost of a larger model: `extra` blocks appended whose output projections are zero.
+
+    An emulation for teaching: outputs are bit for bit those of `model`, time and memory those of n_layer + extra.
+    Raises `ValueError` for a negative number.
+    """
+    if extra < 0:
+        raise ValueError(f"extra must be >= 0 layers, got {extra}")
+    config = GPTConfig(**{**vars(model.config), "n_layer": model.config.n_layer + extra})
+    with torch.device("meta"):  # no weights are drawn: every one is copied
+        larger = GPT(config)
+    larger.end_of_text, larger.wte, larger.wpe, larger.ln_f = model.end_of_text, model.wte, model.wpe, model.ln_f
+    blocks = list(model.h)
+    for i in range(extra):
+        block = copy.deepcopy(blocks[i % model.config.n_layer])
+        assert isinstance(block, Block)
+        for projection in (block.attn.c_proj, block.mlp.c_proj):
+            nn.init.zeros_(projection.weight)
+            nn.init.zeros_(projection.bias)
+        blocks.append(block)
+    larger.h = nn.ModuleList(blocks)
+    return larger.eval().requires_grad_(False)
+
+
+class Timed:
+    """A model that keeps the time of its passes."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model, self.config, self.spent = model, model.config, 0.0
+        self.end_of_text = getattr(model, "end_of_text", None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def __call__(self, *args: Any) -> Tensor:
+        out: list[Tensor] = []
+        self.spent += seconds(lambda: out.append(self.model(*args)), self.device)
+        return out[0]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where a step's time goes, as shares of it; `step` in seconds."""
+
+    step: float
+    target: float
+    draft: float
+    verify: float
+    other: float  # sampling the draft's tokens, p, bookkeeping
+
+    @property
+    def overhead(self) -> float:
+        """All but the two models' passes."""
+        return self.verify + self.other
+
+
+def shares(pair: Pair, setup: Setup, prompts: list[list[int]], sampling: Sampling, length: int) -> Shares | None:
+    """Time spent in both models' passes and in the rule; None for a setup without a draft model."""
+    if setup.rule is None or not hasattr(setup.drafter, "model"):
+        return None
+    target, draft, rule = Timed(pair.target), Timed(pair.draft), find_rule(setup.rule)
+    verifying = [0.0]
+
+    def timed(*args: Any) -> tuple[Tensor, Tensor]:
+        start = time.perf_counter()
+        found = rule.verify(*args)
+        verifying[0] += time.perf_counter() - start
+        return found
+
+    watched = Rule(rule.name, rule.kinds, rule.how, tree=timed)
+    drafter = replace(setup.drafter, model=draft)
+    parts: list[tuple[float, ...]] = []
+    for repeat, prompt in enumerate([prompts[0], *prompts]):  # the first warms up
+        before = target.spent, draft.spent, verifying[0]
+        result = decode(_Watched(target), replace(setup, drafter=drafter, rule=watched), prompt, sampling, length, 0)[0]  # type: ignore[arg-type]
+        spent = (target.spent - before[0], draft.spent - before[1], verifying[0] - before[2])
+        if repeat:
+            parts.append((result.stats.seconds, len(result.steps), *spent))
+    total, steps, t, d, v = (statistics.fmean(column) for column in zip(*parts, strict=True))
+    return Shares(total / steps, t / total, d / total, v / total, 1 - (t + d + v) / total)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A pair as far as `decode` looks at it."""
+
+    target: Timed
+
+
+def growth(
+    pair: Pair, setup: Setup, text: list[int], sampling: Sampling, repeats: int, tick: Callable[[], None]
+) -> list[dict[str, float]]:
+    """Milliseconds a token of plain and speculative decoding, by context length at one row and by batch.
+
+    text: a long one, of block_size tokens, that is cut to the contexts.
+    """
+    block, plain = pair.target.config.block_size, Setup("plain", None, None, 1, 0)
+    cases = [(context, 1) for context in CONTEXTS if context + CONTINUED <= block]
+    cases += [(CONTEXTS[0], batch) for batch in BATCHES]
+    rows = []
+    for context, batch in cases:
+        found: dict[str, list[float]] = {"plain": [], "speculative": []}
+        for repeat in range(repeats + 1):
+            for name, way in (("plain", plain), ("speculative", setup)):
+                results = decode(pair, way, [text[:context]] * batch, sampling, CONTINUED, repeat)
+                if repeat:
+                    tokens = sum(len(result.tokens) for result in results)
+                    found[name].append(1e3 * results[0].stats.seconds / tokens)
+            tick()
+        plain_ms, fast_ms = (statistics.median(found[name]) for name in ("plain", "speculative"))
+        ratio = statistics.median(a / b for a, b in zip(found["plain"], found["speculative"], strict=True))
+        rows.append({"context": context, "batch": batch, "plain_ms": plain_ms, "fast_ms": fast_ms, "ratio": ratio})
+    return rows

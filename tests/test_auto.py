@@ -1,0 +1,198 @@
+"""`tree="auto"`: the plan, its cache, and that it changes nothing but the speed. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import mix, random_gpt
+
+from minispec import GPT, NGramDrafter, Sampling, Tree, auto, generate, speculate, stream
+from minispec.auto import Search, find_plan, full_steps
+from minispec.decode import search_run
+from minispec.planner import Costs, Plan
+from minispec.verify import RULES
+
+CHEAP = Costs({1: 1.0, 64: 1.1}, 0.02)  # passes of one price, a draft for nothing
+DEAR = Costs({1: 1.0, 2: 9.0, 64: 99.0}, 2.0)  # a pass over two tokens costs nine
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "sampling": Sampling(0.8)}
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[GPT, GPT]:
+    target = random_gpt(1, block=32)
+    return target, mix(target, random_gpt(2, block=32), 0.2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MINISPEC_CACHE", str(tmp_path / "plans"))
+    return tmp_path / "plans"
+
+
+@pytest.fixture
+def prices(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
+    """Costs that the search is told instead of measuring them; the list holds those to come, the last for good."""
+    given = [CHEAP]
+    monkeypatch.setattr(auto, "measure", lambda *_, **__: given[0])
+    monkeypatch.setattr(Search, "step_time", lambda *_, **__: 0.0)
+    for name, value in (("TEXTS", 4), ("CHAINS", (1, 3, 8)), ("NODES", (5,))):
+        monkeypatch.setattr(auto, name, value)
+    return given
+
+
+def search(models: tuple[GPT, GPT], rule: str | None = None, **sampling: float) -> Plan:
+    return Search(*models, Sampling(**sampling), rule, search_run(models[0])).plan()  # type: ignore[arg-type]
+
+
+def test_where_passes_are_cheap_the_plan_speculates(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
+    plan = search(models)
+    assert not plan.plain
+    assert plan.speed_up > 1.2
+    assert 1 < plan.tokens_per_step <= plan.tree.max_depth + 1
+    assert f"{plan.speed_up:.2f}x expected" in str(plan)
+
+
+def test_where_they_are_dear_the_plan_is_plain_decoding(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
+    prices[0] = DEAR
+    plan = search(models)
+    assert plan.plain
+    assert plan.speed_up == plan.tokens_per_step == 1
+    assert str(plan) == "plain decoding is faster here"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_that_is_given_is_kept(models: tuple[GPT, GPT], prices: list[Costs], rule: str) -> None:
+    plan = search(models, rule)
+    assert plan.rule == rule
+    assert plan.tree.is_chain or RULES[rule].tree is not None
+
+
+def test_the_best_of_all_candidates_is_chosen(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
+    found = Search(*models, Sampling(), None, search_run(models[0]))
+    best = found.plan()
+    assert best.speed_up == max(plan.speed_up for plan in [*found.chains(), found.tree()])
+    for plan in found.chains():
+        expected = CHEAP.speed_up(plan.tokens_per_step, plan.tree.size, plan.tree.max_depth)
+        assert plan.speed_up == pytest.approx(expected)
+
+
+def test_only_steps_with_room_for_the_whole_draft_count(models: tuple[GPT, GPT]) -> None:
+    target, _ = models
+    results = [speculate(target, target, [0], max_new_tokens=n, draft_len=3, seed=0) for n in (4, 8, 10)]
+    assert full_steps(results, 3) == 4  # each step takes 3 and one more; the last of the third run is cut
+    assert full_steps(results[:0], 3) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_plan_is_in_the_result_and_makes_the_same_tokens_again(
+    models: tuple[GPT, GPT], folder: Path, prices: list[Costs], temperature: float
+) -> None:
+    target, draft = models
+    options = OPTIONS | {"sampling": Sampling(temperature)}
+    first = speculate(target, draft, [0, 1], tree="auto", seed=5, **options)
+    assert first.plan is not None
+    by_hand = auto.drafter_of(first.plan, draft)
+    again = speculate(target, by_hand, [0, 1], rule=first.plan.rule, seed=5, **options)
+    assert again.tokens == first.tokens
+    assert again.plan is None
+    assert speculate(target, draft, [0, 1], tree="auto", seed=5, **options) == first
+    assert [t for step in stream(target, draft, [0, 1], tree="auto", seed=5, **options) for t in step.tokens] == (
+        first.tokens
+    )
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled"])
+def test_rules_that_do_not_depend_on_the_plan(
+    models: tuple[GPT, GPT], folder: Path, prices: list[Costs], rule: str
+) -> None:
+    target, draft = models
+    fast = speculate(target, draft, [[0, 1], [2]], tree="auto", rule=rule, seed=[5, 6], **OPTIONS)
+    assert [r.tokens for r in fast] == [r.tokens for r in generate(target, [[0, 1], [2]], seed=[5, 6], **OPTIONS)]
+
+
+def test_a_plan_is_found_once_and_again_on_demand(models: tuple[GPT, GPT], folder: Path, prices: list[Costs]) -> None:
+    said: list[str] = []
+    ask: dict[str, Any] = {"say": said.append}
+    first = find_plan(*models, Sampling(), None, 1, search_run(models[0]), **ask)
+    assert len(said) == len(list(folder.iterdir())) == 1
+    prices[0] = DEAR
+    assert find_plan(*models, Sampling(), None, 1, search_run(models[0]), **ask) == first
+    assert len(said) == 1
+    assert find_plan(*models, Sampling(), None, 1, search_run(models[0]), again=True, **ask).plain
+    assert find_plan(*models, Sampling(), None, 1, search_run(models[0]), **ask).plain
+    assert len(said) == 2
+
+
+def test_what_a_plan_depends_on_has_a_plan_of_its_own(models: tuple[GPT, GPT], monkeypatch: Any) -> None:
+    target, draft = models
+
+    def name(*, target: GPT = target, sampling: Sampling = Sampling(), rule: str | None = None, rows: int = 1) -> str:  # noqa: B008
+        return auto.fingerprint(target, draft, sampling, rule, rows)
+
+    names = [name(), name(sampling=Sampling(0)), name(rule="token"), name(rows=4), name(target=random_gpt(9, block=32))]
+    assert len(set(names)) == len(names)
+    assert name(rows=3) == name(rows=4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert name() not in names
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"format": "minispec-plan-0"}', '{"format": "minispec-plan-1", "rule": "magic"}',
+     '{"format": "minispec-plan-1", "rule": "match", "parents": [0], "speed_up": 2, "tokens_per_step": 3}'],
+)  # fmt: skip
+def test_a_corrupt_file_is_measured_again(
+    models: tuple[GPT, GPT], folder: Path, prices: list[Costs], text: str
+) -> None:
+    first = find_plan(*models, Sampling(), None, 1, search_run(models[0]))
+    (path,) = folder.iterdir()
+    path.write_text(text, encoding="utf-8")
+    assert find_plan(*models, Sampling(), None, 1, search_run(models[0])) == first
+    assert json.loads(path.read_text(encoding="utf-8"))["rule"] == first.rule
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(
+    models: tuple[GPT, GPT], tmp_path: Path, prices: list[Costs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    monkeypatch.setenv("MINISPEC_CACHE", str(tmp_path / "file" / "plans"))
+    assert not find_plan(*models, Sampling(), None, 1, search_run(models[0])).plain
+
+
+def test_the_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINISPEC_CACHE")
+    assert auto.cache_folder().name == "minispec"
+
+
+def test_bad_company_is_refused_before_anything_is_measured(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
+    target, draft = models
+    prices.clear()  # a measurement would fail
+    for bad, message in (
+        ({"draft_len": 3}, "got draft_len=3 as well"),
+        ({"draft": NGramDrafter(3)}, "got a NGramDrafter as well"),
+        ({"rule": replace(RULES["token"], name="mine")}, "rule must be a name or None"),
+        ({"rule": "magic"}, "rule must be one of"),
+        ({"draft": random_gpt(3, vocab=4, block=32)}, "share one vocabulary"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be"),
+        ({"prompt": []}, "prompt must have 1..32 tokens"),
+    ):
+        options: dict[str, Any] = {"draft": draft, "prompt": [0], **OPTIONS, **bad}
+        with pytest.raises((ValueError, TypeError), match=message):
+            speculate(target, tree="auto", **options)
+    with pytest.raises(TypeError, match='tree must be a Tree or "auto"'):
+        speculate(target, draft, [0], tree="automatic", **OPTIONS)
+
+
+def test_a_real_measurement(models: tuple[GPT, GPT], folder: Path) -> None:
+    """Nothing is replaced: whatever this machine finds fastest, the plan is one of those it may find."""
+    small = random_gpt(1, block=32), random_gpt(2, block=32)
+    result = speculate(*small, [0, 1], tree="auto", max_new_tokens=8, seed=0)
+    assert result.plan is not None
+    assert result.plan.speed_up >= 1
+    assert len(result.tokens) == 8
+    assert result.plan.tree == Tree.chain(0) or result.plan.rule in ("block", "traversal")
