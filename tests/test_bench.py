@@ -41,6 +41,22 @@ def small_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(auto, name, value)
 
 
+def test_generate_takes_the_plan_of_this_machine(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "Once", "--pair", str(tiny), "--max-new-tokens", "8", "--seed", "1"]
+    assert main(command) == 0
+    first = capsys.readouterr()
+    assert "measuring this machine once" in first.err
+    assert "plan: " in first.out
+    assert main(command) == 0
+    again = capsys.readouterr()
+    assert again.err == ""
+    assert again.out.splitlines()[-1] == first.out.splitlines()[-1]
+    assert main([*command, "--plan"]) == 0
+    assert "measuring this machine once" in capsys.readouterr().err
+    assert main([*command[:-4], "--max-new-tokens", "-1"]) == 2
+    assert "measuring" not in capsys.readouterr().err
+
+
 def test_tokens_per_pass(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "bench.json"
     assert main(["bench", "--passes", *SMALL, str(out), "--pair", str(tiny)]) == 0
