@@ -17,7 +17,7 @@ from minispec.cli import main
 from minispec.pair import load_pair, read_config, save_model, save_tokenizer
 from minispec.result import summarise
 from minispec.train.alignment import align, decode_prompts
-from minispec.train.distillation import LOSSES, distil, loss_at, measure, own_samples, self_batches
+from minispec.train.distillation import LOSSES, distil, kept_batches, loss_at, measure, own_samples, self_batches
 from minispec.train.draft_commands import spread
 from minispec.train.recipe import Recipe
 
@@ -92,6 +92,28 @@ def test_own_samples_are_the_targets_and_repeat(target: GPT) -> None:
     first = [batches(step) for step in range(4)]
     assert all(b.shape == (4, 24) for b in first)
     assert len({tuple(row) for b in first for row in b.tolist()}) > 8  # a second round was drawn
+
+
+def test_kept_laws_are_the_targets_and_teach_as_well(target: GPT, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    pool = torch.randint(target.config.vocab_size, (64, target.config.block_size), generator=generator)
+
+    def batches(step: int) -> torch.Tensor:
+        return pool[4 * step : 4 * step + 4]
+
+    recipe = Recipe(steps=40, batch=4, context=target.config.block_size, lr=1e-2, warmup=1, seed=2)
+    kept = kept_batches(target, batches, 30, 4, recipe, tmp_path)
+    ids, log_p = kept(5)
+    assert ids.shape == (4, target.config.block_size)
+    assert (log_p.exp() - target(ids).softmax(-1)).abs().max() < 2e-3
+    assert torch.equal(kept(5)[0], ids)  # by step, whatever was asked before
+    assert not torch.equal(kept(6)[0], ids)
+    seen = {tuple(row) for step in range(40) for row in kept(step)[0].tolist()}
+    assert seen == {tuple(row) for row in pool[:30].tolist()}
+    draft = random_gpt(5, vocab=target.config.vocab_size, block=target.config.block_size).float()
+    before = measure(target, draft, pool[32:])["acceptance"]
+    distil(target, draft, kept, recipe, "fkl")
+    assert measure(target, draft, pool[32:])["acceptance"] > before + 0.02
 
 
 def test_distillation_resumes_as_if_nothing_had_happened(target: GPT, tmp_path: Path) -> None:

@@ -8,17 +8,22 @@ scratch, its gradient being zero wherever p > q is not in doubt, so it finishes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minispec.decode import generate
 from minispec.model import GPT
+from minispec.noise import mix
 from minispec.sampling import Sampling
 from minispec.train.fit import fit
 from minispec.train.recipe import Metrics, Recipe, State
 
+Batch = Tensor | tuple[Tensor, Tensor]
+LEAST = -60.0  # log probabilities below are kept as this: float16 has nothing below -65504, and no use for it
 BEGINNING = 16  # sampled tokens before a greedy continuation
 FINISH = 0.35  # share of a "fkl+tv" run that is spent on total variation
 
@@ -103,6 +108,33 @@ def self_batches(
 
 
 @torch.no_grad()
+def kept_batches(
+    target: GPT, batches: Callable[[int], Tensor], windows: int, batch: int, recipe: Recipe, folder: Path
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Batches (ids (b, T), log p (b, T, V)) by step, of windows whose target laws are computed once.
+
+    Takes the first `windows` windows of `batches`, of which each has `batch`, and keeps log p in float16 in a file
+    in `folder`: windows x T x V x 2 bytes. The target being the dear part of a step, a draft then sees several times
+    as many tokens in the same minutes. Which windows a step has depends on the recipe's seed and the step alone.
+    """
+    ids = torch.cat([batches(step) for step in range(-(-windows // batch))])[:windows]  # (W, T)
+    shape = (*ids.shape, target.config.vocab_size)
+    laws = np.memmap(folder / "laws.float16", dtype=np.float16, mode="w+", shape=shape)  # (W, T, V)
+    for start in range(0, len(ids), batch):
+        with recipe.autocast(target.device):
+            logits = target(ids[start : start + batch].to(target.device))
+        log_p = logits.float().log_softmax(-1).clamp(min=LEAST)
+        laws[start : start + batch] = log_p.half().cpu().numpy()
+
+    def batch_of(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(mix(recipe.seed, step) >> 1)
+        chosen = torch.randint(len(ids), (batch,), generator=generator)
+        return ids[chosen], torch.from_numpy(laws[chosen.numpy()]).float()
+
+    return batch_of
+
+
+@torch.no_grad()
 def measure(target: GPT, draft: GPT, held_out: Tensor, batch: int = 8) -> Metrics:
     """Acceptance at T = 1 (mean of sum min(p, q)) and at T = 0 (how often both likeliest tokens are one).
 
@@ -118,23 +150,26 @@ def measure(target: GPT, draft: GPT, held_out: Tensor, batch: int = 8) -> Metric
 
 
 def distil(
-    target: GPT, draft: GPT, batches: Callable[[int], Tensor], recipe: Recipe, loss: str = "fkl+tv", **options: Any
+    target: GPT, draft: GPT, batches: Callable[[int], Batch], recipe: Recipe, loss: str = "fkl+tv", **options: Any
 ) -> State:
     """Train `draft` in place to agree with `target`, which stays as it is.
 
-    batches: step -> ids (b, T). loss: one of `NAMES`. Options and result as for `fit.fit`; with
-    `validate=lambda draft: measure(target, draft, held_out)` the curve shows acceptance. Raises `ValueError` for an
-    unknown loss.
+    batches: step -> ids (b, T), or ids with the target's log p (b, T, V) as `kept_batches` has them. loss: one of
+    `NAMES`. Options and result as for `fit.fit`; with `validate=lambda draft: measure(target, draft, held_out)` the
+    curve shows acceptance. Raises `ValueError` for an unknown loss.
     """
     loss_at(loss, 0.0)
 
     def objective(draft: GPT, step: int, progress: float) -> Tensor:
-        ids = batches(step).to(draft.device)  # (b, T)
+        given = batches(step)
+        ids, known = given if isinstance(given, tuple) else (given, None)  # (b, T)
+        ids = ids.to(draft.device)
         with recipe.autocast(draft.device):
-            with torch.no_grad():
-                p = target(ids)  # (b, T, V)
+            if known is None:
+                with torch.no_grad():
+                    known = target(ids)  # (b, T, V)
             q = draft(ids)
-        log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+        log_p, log_q = known.to(draft.device).float().log_softmax(-1), q.float().log_softmax(-1)
         return loss_at(loss, progress)(log_p, log_q).mean()
 
     return fit(draft.requires_grad_(True), objective, recipe, **options)  # a loaded draft is frozen
