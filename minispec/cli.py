@@ -7,8 +7,9 @@ import os
 import secrets
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,6 +25,7 @@ from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair
 from minispec.result import Result, Stats, Step, summarise
 from minispec.sampling import Sampling
+from minispec.text import TextStream, cut, stop_strings
 from minispec.train import commands as train_commands
 from minispec.train import curves, draft_commands
 from minispec.tree import Tree
@@ -60,6 +62,7 @@ def _add_generate(commands: Any) -> None:
     add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     add("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="keep the likeliest tokens with mass P")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (may be given again)")
     add("--seed", type=int, help="default: a fresh one, which is printed")
     add("--draft-len", type=int, metavar="K", help="draft tokens a step (default: what is fastest on this machine)")
     add("--plan", action="store_true", help="measure this machine anew before choosing")
@@ -110,6 +113,7 @@ def run_generate(args: argparse.Namespace) -> None:
     draft_len = DEFAULT_DRAFT_LEN if args.draft_len is None else args.draft_len
     shape: dict[str, Any] = {"draft_len": args.draft_len, "rule": args.rule}
     plan, prompt = "", pair.tokenizer.encode(text)
+    reader = TextStream(pair.tokenizer, stop_strings(args.stop))
     if args.draft == "ngram":
         draft, shape = NGramDrafter(draft_len), {"rule": args.rule}
     elif args.draft == "early-exit":
@@ -121,39 +125,52 @@ def run_generate(args: argparse.Namespace) -> None:
             pair.target, pair.draft, sampling, args.rule, 1, search_run(pair.target), again=args.plan, say=_say
         )
         draft, shape, plan = drafter_of(found, pair.draft), {"rule": found.rule}, f"plan: {found}"
-    steps = _stream_text(pair, text, stream(pair.target, draft, prompt, **options, **shape), args.colour)
-    if args.compare:
+    steps = stream(pair.target, draft, prompt, **options, **shape)
+    taken, interrupted = _stream_text(reader, text, steps, args.colour)
+    if args.compare and not interrupted:
         print(compare(pair, draft, prompt, options, shape))
     else:
-        print(describe(summarise([step for step, _ in steps], sum(s for _, s in steps))) + f", seed {seed}")
+        print(describe(summarise([step for step, _ in taken], sum(s for _, s in taken))) + f", seed {seed}")
     if plan:
         print(plan)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _stream_text(pair: Pair, text: str, steps: Any, colour: bool) -> list[tuple[Step, float]]:
-    """Print the prompt and the steps as they come; return each with its seconds."""
-    from time import perf_counter
-
-    decoder, taken = pair.tokenizer.stream(), []
+def _stream_text(
+    reader: TextStream, text: str, steps: Iterator[Step], colour: bool
+) -> tuple[list[tuple[Step, float]], bool]:
+    """Print the prompt and the steps as they come. Returns each with its seconds, and whether Ctrl-C ended it."""
+    taken: list[tuple[Step, float]] = []
     marks = _marks() if colour else (("", ""), ("", ""))
-    print(text, end="", flush=True)
-    start = perf_counter()
-    for step in steps:
-        taken.append((step, perf_counter() - start))
-        for i, token in enumerate(step.tokens):
-            before, after = marks[i >= step.accepted]
-            chunk = decoder.feed(token)
-            print(f"{before}{chunk}{after}" if chunk else "", end="", flush=True)
+    interrupted = False
+    try:
+        print(text, end="", flush=True)
         start = perf_counter()
-    print(decoder.finish())
+        for step in steps:
+            seconds = perf_counter() - start
+            taken.append((step, seconds))
+            for i, token in enumerate(step.tokens):
+                before, after = marks[i >= step.accepted]
+                chunk = reader.feed(token)
+                print(f"{before}{chunk}{after}" if chunk else "", end="", flush=True)
+                if reader.stopped:
+                    taken[-1] = (cut(step, i + 1), seconds)
+                    break
+            if reader.stopped:
+                break
+            start = perf_counter()
+    except KeyboardInterrupt:
+        interrupted = True
+    print(reader.finish())
     if colour:
         (a, b), (c, d) = marks
         print(f"\n{a}guessed by the draft{b} {c}supplied by the target{d}")
-    return taken
+    return taken, interrupted
 
 
 def _marks() -> tuple[tuple[str, str], tuple[str, str]]:

@@ -22,15 +22,17 @@ from minispec.drafters import Drafter, NoDrafter
 from minispec.inputs import (
     DraftOptions,
     Options,
+    Stop,
+    budgets,
     check_auto,
     check_draft,
-    check_integer,
+    check_dropout,
     check_rng,
     check_sampling,
     choose,
     is_batch,
     prompt_lists,
-    stop_set,
+    stop_sets,
 )
 from minispec.model import LanguageModel, read
 from minispec.result import Result, Step, summarise
@@ -49,6 +51,7 @@ class Row:
     tokens: list[int]
     limit: int
     reason: str  # for reaching the limit: "length" or "context"
+    stop: frozenset[int]
     new: tuple[int, ...] = ()
 
     @property
@@ -65,7 +68,6 @@ class Plan:
     drafter: Drafter
     rule: Rule
     sampling: Sampling
-    stop: frozenset[int]
     rng: Rng
     rows: list[Row]
     shape: planner.Plan | None = None  # what tree="auto" found
@@ -79,9 +81,9 @@ def generate(
     target: LanguageModel,
     prompt: Any,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling | None = None,
-    stop: Sequence[int] | None = None,
+    stop: Stop | None = None,
     seed: int | Sequence[int] | None = None,
     rng: Rng | None = None,
 ) -> Result | list[Result]:
@@ -104,12 +106,12 @@ def speculate(
     draft: LanguageModel | Drafter,
     prompt: Any,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling | None = None,
     tree: Tree | str | None = None,
     draft_len: int | None = None,
     rule: str | Rule | None = None,
-    stop: Sequence[int] | None = None,
+    stop: Stop | None = None,
     seed: int | Sequence[int] | None = None,
     rng: Rng | None = None,
 ) -> Result | list[Result]:
@@ -117,15 +119,20 @@ def speculate(
 
     draft: a model (GPT) or any `Drafter`.
     prompt: token ids (n,), or a list of such; 1 <= n <= block_size. One prompt gives one `Result`, a list a list.
-    max_new_tokens: at most this many; fewer at a stop token or at the end of the context.
+    max_new_tokens: at most this many, one number or one a row; fewer at a stop token or at the end of the context.
     sampling: `Sampling(temperature, top_k, top_p)`, default temperature 1.
     tree or draft_len: shape of a model's draft, default `Tree.chain(4)`. (A `Drafter` has its own.) tree="auto"
         takes the rule (unless given) and tree that are fastest on this machine, or plain decoding where that is;
         the first call measures for some seconds and keeps what it finds (`auto.find_plan`). See `Result.plan`.
     rule: name of a rule in `verify.RULES`, or a `Rule`. Default: "match" for greedy decoding and for chosen
         candidates, else "token" for a chain and "rrs" for a tree. A model fills its tree as the rule needs it.
-    stop: token ids that end a row; default the target's end-of-text id where it has one.
+    stop: token ids that end a row, one set or a list of one a row; default the target's end-of-text id where it
+        has one.
     seed: an integer, one a row, or None for a fresh one; or `rng`, any object with `flip` and `pick`.
+
+    Memory beside the weights: 2 x n_layer x n_embd numbers a slot, the target's cache having rows x (the longest row's
+    prompt and budget + nodes) slots and the draft's rows x (block_size + nodes), and p and q of one step, rows x nodes
+    x V each. Nothing grows while decoding.
 
     Raises `ValueError`/`TypeError` before any forward pass, naming the parameter, the value and what is allowed.
     """
@@ -138,12 +145,12 @@ def stream(
     draft: LanguageModel | Drafter,
     prompt: Prompt,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling | None = None,
     tree: Tree | str | None = None,
     draft_len: int | None = None,
     rule: str | Rule | None = None,
-    stop: Sequence[int] | None = None,
+    stop: Stop | None = None,
     seed: int | Sequence[int] | None = None,
     rng: Rng | None = None,
 ) -> Iterator[Step]:
@@ -196,28 +203,29 @@ def _plan(
     drafter: Drafter,
     rule: Rule,
     prompt: Any,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling,
-    stop: Sequence[int] | None,
+    stop: Stop | None,
     seed: int | Sequence[int] | None,
     rng: Rng | None,
 ) -> Plan:
     """Check everything that can be checked before a forward pass."""
-    check_integer("max_new_tokens", max_new_tokens, 0)
+    check_dropout("target", target)
     config = target.config
     prompts = prompt_lists(prompt, config.vocab_size, config.block_size)
     if seed is not None and rng is not None:
         raise ValueError("give either seed or rng, got both")
     if rng is not None:
         check_rng(rng, len(prompts))
+    new = budgets(max_new_tokens, len(prompts))
+    ends = stop_sets(stop, getattr(target, "end_of_text", None), config.vocab_size, len(prompts))
     rows = []
     for index, ids in enumerate(prompts):
-        limit = min(len(ids) + max_new_tokens, config.block_size)
-        reason = "length" if limit == len(ids) + max_new_tokens else "context"
-        rows.append(Row(index, ids, limit, reason))
-    ends = stop_set(stop, getattr(target, "end_of_text", None), config.vocab_size)
+        limit = min(len(ids) + new[index], config.block_size)
+        reason = "length" if limit == len(ids) + new[index] else "context"
+        rows.append(Row(index, ids, limit, reason, ends[index]))
     rng = Randomness(seed, len(rows)) if rng is None else rng
-    return Plan(target, drafter, rule, sampling, ends, rng, rows)
+    return Plan(target, drafter, rule, sampling, rng, rows)
 
 
 def _collect(plan: Plan, many: bool) -> Result | list[Result]:
@@ -264,7 +272,7 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
             cache.keep(paths, draft.tree.size)
             session.commit(paths)
             steps = [
-                _emit(row, draft.tree.of_row(i), paths[i], line[path.shape[1]], line[path.shape[1] + 1 :], plan.stop)
+                _emit(row, draft.tree.of_row(i), paths[i], line[path.shape[1]], line[path.shape[1] + 1 :])
                 for i, (row, line) in enumerate(zip(rows, host, strict=True))
             ]
             done = [(row.index, step) for row, step in zip(rows, steps, strict=True)]
@@ -287,12 +295,10 @@ def _score(target: LanguageModel, cache: KVCache, tree: Tree, tokens: Tensor, sa
     return sampling.probs(logits, "target")
 
 
-def _emit(
-    row: Row, parents: tuple[int, ...], path: list[int], token: int, nodes: list[int], stop: frozenset[int]
-) -> Step:
+def _emit(row: Row, parents: tuple[int, ...], path: list[int], token: int, nodes: list[int]) -> Step:
     """Put what was verified into the row: the accepted run and one more token, cut after the first stop token."""
     run = [nodes[node] for node in path[1:]] + [token]
-    end = next((i + 1 for i, t in enumerate(run) if t in stop), None)
+    end = next((i + 1 for i, t in enumerate(run) if t in row.stop), None)
     reason = "stop" if end is not None else None
     run = run[:end]
     row.tokens, row.new = row.tokens + run, tuple(run)

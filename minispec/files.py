@@ -5,27 +5,58 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+AGAIN = "fetch the file again (a fresh clone or install has it), or train a pair: see README"
 
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, renamed to it when the block ends well; a kill leaves the old file whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    """A temporary name beside `path`, renamed to it when the block ends well; a kill leaves the old file whole.
+
+    Raises an `OSError` that names `path` where its folder cannot be written.
+    """
+    temporary = _temporary(path)
     try:
         yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())  # the bytes before the name: a power cut must not leave the name without them
         temporary.chmod(0o644)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    """An empty file beside `path`, in a folder that is made where it is missing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise type(error)(f"{path}: cannot be written ({error.strerror}); name a folder that can") from None
+    os.close(handle)
+    return Path(name)
+
+
+def check_writable(path: Path) -> None:
+    """Raise the `OSError` that saving `path` would end in, before the work that is to be saved."""
+    _temporary(path).unlink()
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text. ValueError names the file when it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -34,10 +65,35 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_bytes(text.encode("utf-8"))
 
 
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a file's bytes atomically."""
+    with atomic(path) as temporary:
+        shutil.copyfile(source, temporary)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file atomically."""
     with atomic(path) as temporary:
-        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, str(temporary), dict(metadata or {}))
+        put_tensors(temporary, tensors, metadata)
+
+
+def put_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file; OSError when that fails, as on a full disk."""
+    try:
+        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, str(path), dict(metadata or {}))
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from None
+
+
+def check_tensors(path: Path, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Refuse a missing, an extra or a misshapen tensor of a file, by name."""
+    asked, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (wanted, found))
+    for name in sorted(asked.keys() | there.keys()):
+        if asked.get(name) != there.get(name):
+            raise ValueError(
+                f"{path}: tensor {name!r} is {there.get(name, 'missing')}, "
+                f"config.json asks for {asked.get(name, 'no such tensor')}; {AGAIN}"
+            )
 
 
 def sha256(path: Path) -> str:
@@ -47,3 +103,23 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def section(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section of the configuration in `path`. ValueError where there is none."""
+    found = config.get(name)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: has no section {name!r}; {AGAIN}")
+    return found
+
+
+def verified(path: Path, digest: object, source: Path) -> Path:
+    """`path`, if its bytes have the SHA-256 that `source` gives. Raises `FileNotFoundError`/`ValueError`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; {AGAIN}")
+    if not isinstance(digest, str):
+        raise ValueError(f"{source}: has no checksum for {path.name}; {AGAIN}")
+    found = sha256(path)
+    if found != digest:
+        raise ValueError(f"{path}: damaged or another file: SHA-256 is {found}, {source.name} says {digest}; {AGAIN}")
+    return path

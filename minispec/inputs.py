@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from typing import Any, TypedDict, TypeGuard, cast
+from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias, TypedDict, TypeGuard, cast
 
 import numpy as np
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import Required
 
 from minispec.drafters import Draft, Drafter, ModelDrafter
@@ -17,24 +18,38 @@ from minispec.tree import Tree
 from minispec.verify import Rule, check_kind, find_rule
 
 DEFAULT_DRAFT_LEN = 4
+Stop: TypeAlias = Collection[int] | Sequence[Collection[int] | None]  # for all rows, or one a row
 
 
-class Options(TypedDict, total=False):
-    """What `generate` may be told."""
+class Common(TypedDict, total=False):
+    """What every way to decode may be told."""
 
-    max_new_tokens: Required[int]
+    max_new_tokens: Required[int | Sequence[int]]
     sampling: Sampling | None
-    stop: Sequence[int] | None
     seed: int | Sequence[int] | None
     rng: Rng | None
 
 
-class DraftOptions(Options, total=False):
-    """What `speculate` and `stream` may be told besides."""
+class Shape(TypedDict, total=False):
+    """How to draft and to verify."""
 
     tree: Tree | str | None
     draft_len: int | None
     rule: str | Rule | None
+
+
+class Options(Common, total=False):
+    """What `generate` may be told."""
+
+    stop: Stop | None
+
+
+class DraftOptions(Options, Shape, total=False):
+    """What `speculate` and `stream` may be told."""
+
+
+class TextOptions(Common, Shape, total=False):
+    """What `Pair.complete` may be told, which stops at strings."""
 
 
 def check_integer(name: str, value: object, least: int) -> int:
@@ -104,18 +119,49 @@ def prompt_lists(prompt: Any, vocab_size: int, block_size: int) -> list[list[int
     return [list(map(int, ids)) for ids in prompts]
 
 
-def stop_set(stop: Sequence[int] | None, end_of_text: int | None, vocab_size: int) -> frozenset[int]:
-    """Stop tokens as a set; None means the end-of-text id where there is one."""
+def budgets(max_new_tokens: Any, rows: int) -> list[int]:
+    """New tokens allowed to each row: one number for all, or one a row."""
+    if not is_several(max_new_tokens):
+        return [check_integer("max_new_tokens", max_new_tokens, 0)] * rows
+    if len(max_new_tokens) != rows or isinstance(max_new_tokens, (set, frozenset)):
+        raise ValueError(f"max_new_tokens must be one integer, or {rows} (one a row), got {max_new_tokens!r}")
+    return [check_integer("max_new_tokens", value, 0) for value in listed(max_new_tokens)]
+
+
+def stop_sets(stop: Any, end_of_text: int | None, vocab_size: int, rows: int) -> list[frozenset[int]]:
+    """Stop tokens of each row: one set for all, or one a row. None means the end-of-text id where there is one."""
+    if stop is not None and not is_several(stop):
+        raise TypeError(f"stop must be a list of token ids, or one such list a row, got {stop!r}")
+    if stop is None or not any(value is None or is_several(value) for value in listed(stop)):
+        return [stop_set(stop, end_of_text, vocab_size)] * rows
+    if len(stop) != rows:
+        raise ValueError(f"stop must be one list of token ids, or {rows} (one a row), got {stop!r}")
+    return [stop_set(one, end_of_text, vocab_size) for one in listed(stop)]
+
+
+def stop_set(stop: Any, end_of_text: int | None, vocab_size: int) -> frozenset[int]:
+    """The stop tokens of one row, checked."""
     if stop is None:
         return frozenset() if end_of_text is None else frozenset([end_of_text])
-    if isinstance(stop, (str, int)):
-        raise TypeError(f"stop must be a list of token ids, got {stop!r}")
-    for token in stop:
+    if not is_several(stop):
+        raise TypeError(f"stop must hold a list of token ids for every row or for none, got {stop!r} for one")
+    for token in listed(stop):
         if not is_integer(token):
             raise TypeError(f"stop must hold integer token ids, got {token!r}")
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop must hold token ids in 0..{vocab_size - 1}, got {token}")
-    return frozenset(map(int, stop))
+    return frozenset(map(int, listed(stop)))
+
+
+def is_several(value: Any) -> bool:
+    """Whether this may hold one value a row, or token ids."""
+    kinds = (list, tuple, set, frozenset, range, torch.Tensor, np.ndarray)
+    return isinstance(value, kinds) and getattr(value, "ndim", 1) > 0
+
+
+def listed(values: Any) -> list[Any]:
+    """The members of a collection; those of a tensor or an array as numbers or lists."""
+    return cast("list[Any]", values.tolist()) if hasattr(values, "tolist") else list(values)
 
 
 def check_draft(draft: Draft, rule: Rule, pending: Sequence[int], depth_limit: Sequence[int], vocab_size: int) -> None:
@@ -139,8 +185,19 @@ def check_draft(draft: Draft, rule: Rule, pending: Sequence[int], depth_limit: S
             raise ValueError(f"draft: tokens must be ids in 0..{vocab_size - 1} or -1, got {int(tokens.max())}")
 
 
+def check_dropout(name: str, model: Any) -> None:
+    """Refuse a model whose dropout is at work: it would change the law, and draw from the global generator."""
+    if isinstance(model, torch.nn.Module) and model.training:
+        for part, module in model.named_modules():
+            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+                raise ValueError(
+                    f"{name} is in training mode with dropout {module.p} in {part!r}: call its eval() first"
+                )
+
+
 def check_models(target: LanguageModel, draft: LanguageModel) -> None:
     """Refuse a draft that cannot speak for this target, with both values."""
+    check_dropout("draft", draft)
     if draft.config.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"draft and target must share one vocabulary: the draft's vocab_size is {draft.config.vocab_size}, "

@@ -7,7 +7,7 @@ A pair is a folder: `config.json` (shapes, tokenizer pattern, special tokens, SH
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from typing_extensions import Unpack
 
-from minispec.files import sha256, write_tensors, write_text
-from minispec.inputs import check_models
-from minispec.model import GPT, GPTConfig
+from minispec.drafters import Drafter
+from minispec.files import AGAIN, atomic, check_tensors, put_tensors, section, sha256, verified, write_text
+from minispec.inputs import TextOptions, check_models, is_integer
+from minispec.model import GPT, GPTConfig, LanguageModel
+from minispec.text import Completion, complete
 from minispec.tokenizer import Tokenizer, dump_ranks, load_tokenizer
 
 FORMAT = "minispec-pair-1"
 CONFIG, TOKENIZER = "config.json", "tokenizer.tiktoken"
-AGAIN = "fetch the file again (a fresh clone or install has it), or train a pair: see README"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,22 @@ class Pair:
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens, "
                 f"the models' vocab_size is {self.target.config.vocab_size}"
             )
+
+    def complete(
+        self,
+        text: str,
+        *,
+        stop: Sequence[str] = (),
+        draft: LanguageModel | Drafter | None = None,
+        **options: Unpack[TextOptions],
+    ) -> Completion:
+        """Continue `text` speculatively, up to the first of the `stop` strings, which is no part of the answer.
+
+        draft: another draft than the pair's own, a model or a `Drafter`. The other options are those of `speculate`
+        for one prompt; `minispec.text.pieces` gives the text as it comes. Raises `ValueError`/`TypeError` before any
+        forward pass.
+        """
+        return complete(self.target, self.draft if draft is None else draft, self.tokenizer, text, stop, options)
 
 
 def weights_folder() -> Path:
@@ -66,7 +83,10 @@ def load_pair(
     config = read_config(root)
     tokenizer = read_tokenizer(root, config)
     target, small = (_load_model(root, name, config, tokenizer) for name in ("target", draft))
-    return Pair(target.to(device=device, dtype=dtype), small.to(device=device, dtype=dtype), tokenizer)
+    try:
+        return Pair(target.to(device=device, dtype=dtype), small.to(device=device, dtype=dtype), tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{root / CONFIG}: {error}; {AGAIN}") from None
 
 
 def read_config(root: Path) -> dict[str, Any]:
@@ -87,60 +107,41 @@ def read_config(root: Path) -> dict[str, Any]:
 def read_tokenizer(root: Path, config: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a pair, its checksum verified."""
     path = _verified(root, TOKENIZER, config)
-    about = _section(root, config, "tokenizer")
-    return load_tokenizer(path, str(about.get("pattern")), dict(about.get("special_tokens", {})))
-
-
-def _section(root: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    if not isinstance(section, dict):
-        raise ValueError(f"{root / CONFIG}: has no section {name!r}; {AGAIN}")
-    return section
+    about = section(root / CONFIG, config, "tokenizer")
+    pattern, special = about.get("pattern"), about.get("special_tokens")
+    if not isinstance(pattern, str) or not isinstance(special, dict) or not all(map(is_integer, special.values())):
+        wanted = "section 'tokenizer' must hold a pattern, a string, and special_tokens, ids by name"
+        raise ValueError(f"{root / CONFIG}: {wanted}; {AGAIN}")
+    try:
+        return load_tokenizer(path, pattern, special)
+    except ValueError as error:
+        raise ValueError(f"{root}: {error}") from None
 
 
 def _verified(root: Path, name: str, config: Mapping[str, Any]) -> Path:
     """The path of a file whose bytes are those `config.json` speaks of."""
-    path = root / name
-    wanted = _section(root, config, "sha256").get(name)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; {AGAIN}")
-    if wanted is None:
-        raise ValueError(f"{root / CONFIG}: has no checksum for {name}; {AGAIN}")
-    found = sha256(path)
-    if found != wanted:
-        raise ValueError(f"{path}: damaged or another file: SHA-256 is {found}, config.json says {wanted}; {AGAIN}")
-    return path
+    return verified(root / name, section(root / CONFIG, config, "sha256").get(name), root / CONFIG)
 
 
 def _load_model(root: Path, name: str, config: Mapping[str, Any], tokenizer: Tokenizer) -> GPT:
-    file = f"{name}.safetensors"
-    shape = _section(root, config, name)
-    try:
-        with torch.device("meta"):  # weights come from the file; the global generator stays as it is
-            model = GPT(GPTConfig(**{field.name: shape.get(field.name) for field in fields(GPTConfig)}))  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{root / CONFIG}: section {name!r}: {error}; {AGAIN}") from None
-    path = _verified(root, file, config)
+    shape = section(root / CONFIG, config, name)
+    path = _verified(root, f"{name}.safetensors", config)
     try:
         tensors = load_file(str(path))
     except SafetensorError as error:
         raise ValueError(f"{path}: not a safetensors file ({error}); {AGAIN}") from None
-    check_tensors(path, model, tensors)
+    try:
+        built = GPTConfig(**{field.name: shape.get(field.name) for field in fields(GPTConfig)})  # type: ignore[arg-type]
+        if built.n_layer > len(tensors):  # before so many are made
+            raise ValueError(f"n_layer must fit the {len(tensors)} tensors of {path.name}, got {built.n_layer}")
+        with torch.device("meta"):  # weights come from the file; the global generator stays as it is
+            model = GPT(built)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{root / CONFIG}: section {name!r}: {error}; {AGAIN}") from None
+    check_tensors(path, model.state_dict(), tensors)
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
     model.end_of_text = tokenizer.end_of_text
     return model.eval().requires_grad_(False)
-
-
-def check_tensors(path: Path, model: GPT, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a missing, an extra or a misshapen tensor, by name."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise ValueError(
-                f"{path}: tensor {name!r} is {found.get(name, 'missing')}, "
-                f"config.json asks for {wanted.get(name, 'no such tensor')}; {AGAIN}"
-            )
 
 
 def save_tokenizer(root: str | Path, tokenizer: Tokenizer) -> None:
@@ -163,14 +164,16 @@ def save_model(
 ) -> None:
     """Add a model to a pair's folder as `<name>.safetensors` in `dtype`, with its checksum and how it was trained.
 
-    The file is complete before `config.json` speaks of it, and each is written whole or not at all.
+    Both files are complete before either has its name. A kill between the two renamings leaves a pair that is
+    refused, never one that is wrong; saving once more mends it.
     """
     root, file = Path(root), f"{name}.safetensors"
     config = read_config(root)
     vocabulary = read_tokenizer(root, config).vocab_size
     if vocabulary != model.config.vocab_size:
         raise ValueError(f"the tokenizer has {vocabulary} tokens, the model's vocab_size is {model.config.vocab_size}")
-    write_tensors(root / file, {key: tensor.to(dtype) for key, tensor in model.state_dict().items()})
-    config[name] = asdict(model.config) | ({"training": dict(training)} if training else {})
-    config["sha256"][file] = sha256(root / file)
-    write_text(root / CONFIG, json.dumps(config, indent=2) + "\n")
+    with atomic(root / CONFIG) as about, atomic(root / file) as weights:
+        put_tensors(weights, {key: tensor.to(dtype) for key, tensor in model.state_dict().items()})
+        config[name] = asdict(model.config) | ({"training": dict(training)} if training else {})
+        config["sha256"][file] = sha256(weights)
+        about.write_bytes(json.dumps(config, indent=2).encode("utf-8") + b"\n")

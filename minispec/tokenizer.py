@@ -24,9 +24,12 @@ class Tokenizer:
 
     def __init__(self, ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]) -> None:
         self.pattern, self.special_tokens = pattern, dict(special_tokens)
-        self.encoding = tiktoken.Encoding(
-            "minispec", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=self.special_tokens
-        )
+        try:
+            self.encoding = tiktoken.Encoding(
+                "minispec", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=self.special_tokens
+            )
+        except ValueError as error:
+            raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}") from None
 
     @property
     def vocab_size(self) -> int:

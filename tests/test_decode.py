@@ -261,7 +261,7 @@ BAD = [
     ({"rule": "tokens"}, r"rule must be one of block, .*, got 'tokens'"),
     ({"sampling": 0.7}, r"sampling must be a Sampling, got 0\.7"),
     ({"stop": [3]}, r"stop must hold token ids in 0\.\.2, got 3"),
-    ({"stop": 1}, r"stop must be a list of token ids, got 1"),
+    ({"stop": 1}, r"stop must be a list of token ids, or one such list a row, got 1"),
     ({"stop": ["a"]}, r"stop must hold integer token ids, got 'a'"),
     ({"tree": 4}, r"tree must be a Tree, got 4"),
     ({"tree": Tree.chain(1), "draft_len": 1}, r"give either tree or draft_len"),

@@ -41,7 +41,8 @@ LAYERS = {  # what each core module may import of the package; the list of the d
         "advanced.statistics",
     },
     "decode": {"auto", "cache", "drafters", "inputs", "model", "planner", "result", "sampling", "tree", "verify"},
-    "pair": {"files", "inputs", "model", "tokenizer"},
+    "text": {"decode", "drafters", "inputs", "model", "result", "tokenizer"},
+    "pair": {"drafters", "files", "inputs", "model", "text", "tokenizer"},
 }
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from minispec.files import check_writable
 from minispec.model import GPT, GPTConfig
-from minispec.pair import read_config, read_tokenizer, save_model, save_tokenizer
+from minispec.pair import CONFIG, TOKENIZER, read_config, read_tokenizer, save_model, save_tokenizer
 from minispec.train.bpe import train_tokenizer
 from minispec.train.checkpoint import model_from_checkpoint
 from minispec.train.data import encode_texts, read_corpus
@@ -58,6 +59,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_tokenizer(args: argparse.Namespace) -> None:
     corpus = read_corpus(args.folder, args.validation)
+    check_writable(args.pair / TOKENIZER)
     tokenizer = train_tokenizer(corpus.train, args.vocab_size)
     save_tokenizer(args.pair, tokenizer)
     text = "".join(corpus.validation)[:200_000]
@@ -68,6 +70,9 @@ def run_tokenizer(args: argparse.Namespace) -> None:
 def run_train(args: argparse.Namespace) -> None:
     layers, heads, width, lr = SIZES[args.size]
     tokenizer = read_tokenizer(args.pair, read_config(args.pair))
+    checkpoint = args.checkpoint or args.pair / f"{args.size}.checkpoint"
+    for path in (args.pair / CONFIG, checkpoint):
+        check_writable(path)
     config = GPTConfig(
         tokenizer.vocab_size, args.block_size, args.layers or layers, args.heads or heads, args.width or width
     )
@@ -87,7 +92,6 @@ def run_train(args: argparse.Namespace) -> None:
     def validate(model: GPT) -> Metrics:
         return {"bits_per_byte": bits_per_byte(model, held_out, lengths, windows=32)}
 
-    checkpoint = args.checkpoint or args.pair / f"{args.size}.checkpoint"
     with progress(f"training {args.size}", args.batch * args.block_size) as on_step:
         options = {"checkpoint": checkpoint, "save_every": args.save_every, "validate": validate, "on_step": on_step}
         state = train(model, tokens, recipe, **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minispec.files import read_text
 from minispec.tokenizer import Tokenizer
 
 HELD_OUT = 0.02  # share of each file's end used for validation where no file is named for it
@@ -26,12 +27,12 @@ def read_corpus(folder: Path, validation: Sequence[str] = ()) -> Corpus:
     """All `*.txt` under `folder` (UTF-8), split by file: those whose name contains one of `validation` are held out.
 
     Without names the last 2 % of each file are held out. Raises `FileNotFoundError` for an empty folder and
-    `ValueError` for a name that matches no file or leaves nothing to train on.
+    `ValueError` for a file that is no UTF-8, or a name that matches no file or leaves nothing to train on.
     """
     files = sorted(folder.rglob("*.txt"))
     if not files:
         raise FileNotFoundError(f"{folder}: no *.txt file in this folder")
-    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    texts = {file: read_text(file) for file in files}
     if not validation:
         cut = {file: int(len(text) * (1 - HELD_OUT)) for file, text in texts.items()}
         return Corpus([t[: cut[f]] for f, t in texts.items()], [t[cut[f] :] for f, t in texts.items()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from minispec.files import check_writable, copy_file, read_text
 from minispec.model import GPT, GPTConfig
-from minispec.pair import Pair, load_pair, read_config, save_model, weights_folder
+from minispec.pair import CONFIG, Pair, load_pair, read_config, save_model, weights_folder
 from minispec.train.alignment import RANKS, Alignment, align, decode_prompts
 from minispec.train.data import batch_at, encode_texts, read_corpus
 from minispec.train.distillation import NAMES, distil, measure, own_samples, self_batches
@@ -66,6 +66,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_distill(args: argparse.Namespace) -> None:
     pair = load_pair(args.pair, device=args.device)
+    for path in (args.out and args.out / CONFIG, args.checkpoint):
+        if path is not None:
+            check_writable(path)
     target, draft = pair.target, pair.draft
     block = target.config.block_size
     if args.fresh:
@@ -129,10 +132,9 @@ def text_batch(tokens: Tensor, batch: int, context: int, seed: int, step: int) -
 def save_pair(out: Path, source: Path, draft: GPT, stage: dict[str, Any], fresh: bool) -> None:
     """A copy of the pair in `source` with this draft, whose history gains a stage."""
     if not out.exists() or not out.samefile(source):
-        out.mkdir(parents=True, exist_ok=True)
-        for file in sorted(source.iterdir()):
-            if file.suffix in (".json", ".tiktoken", ".safetensors", ".txt"):
-                shutil.copyfile(file, out / file.name)
+        files = [file for file in sorted(source.iterdir()) if file.suffix in (".tiktoken", ".safetensors", ".txt")]
+        for file in [*files, source / CONFIG]:  # last what makes a pair of them
+            copy_file(file, out / file.name)
     before = [] if fresh else read_config(source).get("draft", {}).get("training", {}).get("stages", [])
     save_model(out, "draft", draft, training={"stages": [*before, stage]})
     print(f"saved: {out}")
@@ -163,7 +165,7 @@ def run_eval(args: argparse.Namespace) -> None:
         table.add_column(name, justify="left" if name == "file" else "right")
     found = []
     for file in args.files:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         tokens = torch.tensor(pair.tokenizer.encode(text))
         found.append(evaluate_text(pair, tokens, args, table, file.stem))
     console = Console(width=None if Console().is_terminal else 140)
