@@ -12,14 +12,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn, cast
 
-import torch
-
 from minispec import __version__
 from minispec.auto import drafter_of, find_plan
 from minispec.bench import commands as bench_commands
 from minispec.decode import generate, search_run, speculate, stream
 from minispec.drafters import Drafter, EarlyExitDrafter
-from minispec.inputs import DEFAULT_DRAFT_LEN
+from minispec.inputs import DEFAULT_DRAFT_LEN, find_device
 from minispec.model import GPT
 from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair
@@ -77,21 +75,6 @@ def _add_generate(commands: Any) -> None:
     command.set_defaults(run=run_generate)
 
 
-def pick_device(name: str) -> torch.device:
-    """A device by name, `auto` being CUDA where there is one, else the CPU. ValueError when it is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device must be cpu, cuda, mps or auto as far as this machine has it, got {name!r}: {reason}"
-        ) from None
-    return device
-
-
 def _prompt(text: str | None) -> str:
     if text in (None, "-"):
         if sys.stdin is None or sys.stdin.isatty():
@@ -106,7 +89,7 @@ def run_generate(args: argparse.Namespace) -> None:
     text = _prompt(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     name = "draft" if args.draft in ("ngram", "early-exit") else args.draft
-    pair = load_pair(args.pair, device=pick_device(args.device), draft=name)
+    pair = load_pair(args.pair, device=args.device, draft=name)
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     draft: GPT | Drafter = pair.draft
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": seed}
@@ -117,6 +100,8 @@ def run_generate(args: argparse.Namespace) -> None:
     if args.draft == "ngram":
         draft, shape = NGramDrafter(draft_len), {"rule": args.rule}
     elif args.draft == "early-exit":
+        if pair.target.config.n_layer < 2:
+            raise ValueError("draft early-exit must leave a layer out, got a target with 1 layer")
         layers = max(pair.target.config.n_layer // 4, 1)
         draft, shape = EarlyExitDrafter(pair.target, layers, Tree.chain(draft_len)), {"rule": args.rule}
     elif args.draft_len is None:
@@ -219,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.reconfigure(errors="replace")  # a cp1252 console has no character for everything
     args = build_parser().parse_args(argv)
     try:
+        if hasattr(args, "device"):
+            args.device = find_device(args.device)
         args.run(args)
     except (ValueError, TypeError, ImportError, OSError) as error:
         if isinstance(error, BrokenPipeError):

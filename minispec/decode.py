@@ -214,7 +214,7 @@ def _plan(
     config = target.config
     prompts = prompt_lists(prompt, config.vocab_size, config.block_size)
     if seed is not None and rng is not None:
-        raise ValueError("give either seed or rng, got both")
+        raise ValueError(f"give either seed or rng, got seed={seed!r} and a {type(rng).__name__}")
     if rng is not None:
         check_rng(rng, len(prompts))
     new = budgets(max_new_tokens, len(prompts))

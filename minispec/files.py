@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+FORMAT = "minispec-pair-1"
+CONFIG = "config.json"
 AGAIN = "fetch the file again (a fresh clone or install has it), or train a pair: see README"
 
 
@@ -52,9 +55,11 @@ def check_writable(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text. ValueError names the file when it is none."""
+    """A UTF-8 text. ValueError or OSError names the file when it is none, or cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise type(error)(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
@@ -103,6 +108,21 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """`config.json` of a pair, its format checked."""
+    path = root / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; {AGAIN}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); {AGAIN}") from None
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        found = config.get("format") if isinstance(config, dict) else config
+        raise ValueError(f"{path}: format is {found!r}, this version reads {FORMAT!r}; {AGAIN}")
+    return config
 
 
 def section(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -85,6 +85,25 @@ def check_sampling(sampling: Sampling | None) -> Sampling:
     return sampling
 
 
+def find_device(name: str | torch.device) -> torch.device:
+    """A device by name, `auto` being CUDA where there is one, else the CPU. ValueError when it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        allowed = "device must be cpu, cuda, mps or auto as far as this machine has it"
+        raise ValueError(f"{allowed}, got {name!r}: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse what a model's weights cannot be."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise TypeError(f"dtype must be torch.float32, float64, bfloat16 or float16, got {dtype!r}")
+
+
 def is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts rather than one."""
     if hasattr(prompt, "ndim"):  # a tensor or an array
@@ -190,9 +209,8 @@ def check_dropout(name: str, model: Any) -> None:
     if isinstance(model, torch.nn.Module) and model.training:
         for part, module in model.named_modules():
             if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-                raise ValueError(
-                    f"{name} is in training mode with dropout {module.p} in {part!r}: call its eval() first"
-                )
+                found = f"in training mode with dropout {module.p} in {part!r}"
+                raise ValueError(f"{name} must be in eval mode, or without dropout, got a model {found}")
 
 
 def check_models(target: LanguageModel, draft: LanguageModel) -> None:
@@ -232,7 +250,10 @@ def choose(
         if hasattr(drafter, "model"):
             check_models(target, drafter.model)
         if tree is not None:
-            raise ValueError("tree and draft_len shape a model's draft; this drafter has a shape of its own")
+            shape = f"tree={tree}" if draft_len is None else f"draft_len={draft_len}"
+            raise ValueError(
+                f"tree and draft_len shape a model's draft, this drafter has a shape of its own, got {shape}"
+            )
         found = find_rule(default_rule(sampling, drafter.kind) if rule is None else rule)
     elif hasattr(draft, "config"):
         check_models(target, draft)

@@ -18,14 +18,25 @@ from safetensors.torch import load_file
 from typing_extensions import Unpack
 
 from minispec.drafters import Drafter
-from minispec.files import AGAIN, atomic, check_tensors, put_tensors, section, sha256, verified, write_text
-from minispec.inputs import TextOptions, check_models, is_integer
+from minispec.files import (
+    AGAIN,
+    CONFIG,
+    FORMAT,
+    atomic,
+    check_tensors,
+    put_tensors,
+    read_config,
+    section,
+    sha256,
+    verified,
+    write_text,
+)
+from minispec.inputs import TextOptions, check_dtype, check_models, find_device, is_integer
 from minispec.model import GPT, GPTConfig, LanguageModel
 from minispec.text import Completion, complete
 from minispec.tokenizer import Tokenizer, dump_ranks, load_tokenizer
 
-FORMAT = "minispec-pair-1"
-CONFIG, TOKENIZER = "config.json", "tokenizer.tiktoken"
+TOKENIZER = "tokenizer.tiktoken"
 
 
 @dataclass(frozen=True)
@@ -74,12 +85,13 @@ def load_pair(
     dtype: torch.dtype = torch.float32,
     draft: str = "draft",
 ) -> Pair:
-    """Load the pair in `folder` (default: the shipped one) onto a device, in float32, float64 or bfloat16.
+    """Load the pair in `folder` (default: the shipped one) onto a device, in a floating-point dtype.
 
     `draft` names the draft file without its ending. Raises `FileNotFoundError`/`ValueError` naming the file,
     what is wrong with it (missing, wrong checksum, a tensor too many, too few or misshapen) and what to do.
     """
-    root = weights_folder() if folder is None else Path(folder)
+    device, root = find_device(device), weights_folder() if folder is None else Path(folder)
+    check_dtype(dtype)
     config = read_config(root)
     tokenizer = read_tokenizer(root, config)
     target, small = (_load_model(root, name, config, tokenizer) for name in ("target", draft))
@@ -87,21 +99,6 @@ def load_pair(
         return Pair(target.to(device=device, dtype=dtype), small.to(device=device, dtype=dtype), tokenizer)
     except ValueError as error:
         raise ValueError(f"{root / CONFIG}: {error}; {AGAIN}") from None
-
-
-def read_config(root: Path) -> dict[str, Any]:
-    """`config.json` of a pair, its format checked."""
-    path = root / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; {AGAIN}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); {AGAIN}") from None
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        found = config.get("format") if isinstance(config, dict) else config
-        raise ValueError(f"{path}: format is {found!r}, this version reads {FORMAT!r}; {AGAIN}")
-    return config
 
 
 def read_tokenizer(root: Path, config: Mapping[str, Any]) -> Tokenizer:

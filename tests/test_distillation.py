@@ -14,7 +14,8 @@ from test_tokenizer import BYTES, END_OF_TEXT, PATTERN, Tokenizer
 
 from minispec import GPT, GPTConfig, Sampling, generate, speculate
 from minispec.cli import main
-from minispec.pair import load_pair, read_config, save_model, save_tokenizer
+from minispec.files import read_config
+from minispec.pair import load_pair, save_model, save_tokenizer
 from minispec.result import summarise
 from minispec.train.alignment import align, decode_prompts
 from minispec.train.distillation import LOSSES, distil, kept_batches, loss_at, measure, own_samples, self_batches

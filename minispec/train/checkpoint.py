@@ -31,6 +31,8 @@ def save_checkpoint(path: Path, model: GPT, optimizer: torch.optim.Optimizer, st
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and metadata of a checkpoint. ValueError names the file when it is none, or of another version."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such checkpoint")
     try:
         with safe_open(str(path), framework="pt") as file:
             about = file.metadata() or {}

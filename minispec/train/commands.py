@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from minispec.files import check_writable
+from minispec.files import CONFIG, check_writable, read_config
 from minispec.model import GPT, GPTConfig
-from minispec.pair import CONFIG, TOKENIZER, read_config, read_tokenizer, save_model, save_tokenizer
+from minispec.pair import TOKENIZER, read_tokenizer, save_model, save_tokenizer
 from minispec.train.bpe import train_tokenizer
 from minispec.train.checkpoint import model_from_checkpoint
 from minispec.train.data import encode_texts, read_corpus
@@ -20,7 +21,7 @@ from minispec.train.language_model import train
 from minispec.train.progress import progress
 from minispec.train.recipe import Metrics, Recipe
 
-SIZES = {  # layers, heads, width, peak learning rate
+SIZES: dict[str, tuple[Any, ...]] = {  # layers, heads, width, peak learning rate
     "target": (8, 8, 512, 6e-4),
     "draft": (2, 4, 128, 4e-3),
 }
@@ -68,15 +69,14 @@ def run_tokenizer(args: argparse.Namespace) -> None:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    layers, heads, width, lr = SIZES[args.size]
     tokenizer = read_tokenizer(args.pair, read_config(args.pair))
     checkpoint = args.checkpoint or args.pair / f"{args.size}.checkpoint"
     for path in (args.pair / CONFIG, checkpoint):
         check_writable(path)
-    config = GPTConfig(
-        tokenizer.vocab_size, args.block_size, args.layers or layers, args.heads or heads, args.width or width
-    )
-    recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, lr=args.lr or lr, seed=args.seed)
+    given, usual = (args.layers, args.heads, args.width, args.lr), SIZES[args.size]
+    layers, heads, width, lr = (b if a is None else a for a, b in zip(given, usual, strict=True))
+    config = GPTConfig(tokenizer.vocab_size, args.block_size, layers, heads, width)
+    recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, lr=lr, seed=args.seed)
     recipe = replace(
         recipe, context=args.block_size, schedule=args.schedule, precision=args.precision, decay=args.decay
     )

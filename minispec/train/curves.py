@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from minispec.pair import read_config, weights_folder
+from minispec.files import CONFIG, read_config
+from minispec.pair import weights_folder
 
 LABELS = {"bits_per_byte": "bits per byte, held-out text", "acceptance": "acceptance, held-out text (T = 1)"}
 
@@ -36,9 +37,10 @@ def run_curves(args: argparse.Namespace) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise ImportError("plotting needs matplotlib: pip install 'minispec[tutorials]'") from None
-    found = stages(read_config(args.pair or weights_folder()))
+    folder = args.pair or weights_folder()
+    found = stages(read_config(folder))
     if not found:
-        raise ValueError("config.json tells of no training stages; nothing to plot")
+        raise ValueError(f"{folder / CONFIG}: tells of no training stages; nothing to plot")
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     for axis, (key, label) in zip(axes, LABELS.items(), strict=True):
         for name, curve in found:

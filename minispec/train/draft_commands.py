@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from minispec.files import check_writable, copy_file, read_text
+from minispec.files import CONFIG, check_writable, copy_file, read_config, read_text
+from minispec.inputs import check_integer
 from minispec.model import GPT, GPTConfig
-from minispec.pair import CONFIG, Pair, load_pair, read_config, save_model, weights_folder
+from minispec.pair import Pair, load_pair, save_model, weights_folder
 from minispec.train.alignment import RANKS, Alignment, align, decode_prompts
 from minispec.train.data import batch_at, encode_texts, read_corpus
 from minispec.train.distillation import NAMES, distil, measure, own_samples, self_batches
@@ -71,15 +72,15 @@ def run_distill(args: argparse.Namespace) -> None:
             check_writable(path)
     target, draft = pair.target, pair.draft
     block = target.config.block_size
+    if args.batch < len(args.data):
+        raise ValueError(f"batch must be >= the number of sources, got {args.batch} and {len(args.data)}")
+    recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, context=block, seed=args.seed)
+    lr = args.lr if args.lr is not None else 4e-3 if args.fresh else 1e-3
+    recipe = replace(recipe, lr=lr, warmup=50, decay=args.decay, validate_every=50, precision=args.precision)
     if args.fresh:
         draft = GPT(GPTConfig(target.config.vocab_size, block, args.layers, args.heads, args.width))
         draft.reset_parameters(torch.Generator().manual_seed(args.seed))
         draft.to(args.device)
-    if args.batch < len(args.data):
-        raise ValueError(f"batch must be >= the number of sources, got {args.batch} and {len(args.data)}")
-    recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, context=block, seed=args.seed)
-    lr = args.lr or (4e-3 if args.fresh else 1e-3)
-    recipe = replace(recipe, lr=lr, warmup=50, decay=args.decay, validate_every=50, precision=args.precision)
     batches, held_out = sources(pair, args, block)
 
     def validate(draft: GPT) -> Metrics:
@@ -150,6 +151,8 @@ def spread(tokens: Tensor, length: int, rows: int) -> Tensor:
 
 
 def run_eval(args: argparse.Namespace) -> None:
+    for name, least in (("windows", 1), ("prompts", 0), ("draft_len", 0)):
+        check_integer(name, getattr(args, name), least)
     pair = load_pair(args.pair, device=args.device, draft=args.draft)
     table = Table(title=f"K = {args.draft_len}; acceptance, agreement, KL and ranks over contexts of the text, T = 1")
     for name in (

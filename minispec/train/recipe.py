@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from minispec.inputs import check_integer
+
 Metrics = dict[str, float]
+LARGEST_SEED = 1 << 32  # seeds of epochs and rounds are computed from a run's seed and must fit 64 bits
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,19 @@ class Recipe:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise ValueError(f"give either steps or minutes, got steps={self.steps} and minutes={self.minutes}")
-        for name in ("batch", "context", "lr", "decay", "validate_every"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        for name, least in (("steps", 0), ("batch", 1), ("context", 1), ("warmup", 0), ("validate_every", 1)):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least)
+        for name in ("minutes", "lr", "decay", "clip"):
+            if not 0 < (1 if getattr(self, name) is None else getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be a finite number > 0, got {getattr(self, name)!r}")
+        if self.decay > 1:
+            raise ValueError(f"decay must be a share in (0, 1], got {self.decay!r}")
+        if not 0 <= check_integer("seed", self.seed, 0) < LARGEST_SEED:
+            raise ValueError(f"seed must be an integer in 0..{LARGEST_SEED - 1}, got {self.seed!r}")
         for name, allowed in (("schedule", ("trapezoid", "cosine")), ("precision", ("float32", "bfloat16"))):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
     def rate(self, step: int, progress: float) -> float:
         """Learning rate at a step, `progress` in [0, 1] being the share of the run that is over."""
