@@ -6,6 +6,7 @@ A pair is a folder: `config.json` (shapes, tokenizer pattern, special tokens, SH
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -158,14 +159,17 @@ def save_model(
     *,
     dtype: torch.dtype = torch.bfloat16,
     training: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a model to a pair's folder as `<name>.safetensors` in `dtype`, with its checksum and how it was trained.
+
+    config: what the folder's `config.json` is to say of all else; default what it says now.
 
     Both files are complete before either has its name. A kill between the two renamings leaves a pair that is
     refused, never one that is wrong; saving once more mends it.
     """
     root, file = Path(root), f"{name}.safetensors"
-    config = read_config(root)
+    config = read_config(root) if config is None else copy.deepcopy(dict(config))
     vocabulary = read_tokenizer(root, config).vocab_size
     if vocabulary != model.config.vocab_size:
         raise ValueError(f"the tokenizer has {vocabulary} tokens, the model's vocab_size is {model.config.vocab_size}")

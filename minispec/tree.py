@@ -54,11 +54,11 @@ class Tree:
     @staticmethod
     def from_parents(parents: Sequence[int] | Sequence[Sequence[int]]) -> Tree:
         """From parents (N,) for all rows, or (B, N) a row, breadth-first, the root's being -1."""
-        if not isinstance(parents, (list, tuple)):
+        if not isinstance(parents, Sequence) or isinstance(parents, str):
             raise TypeError(f"parents must be a list of integers, or one such list a row, got {parents!r}")
         if any(isinstance(parent, int) for parent in parents):
-            return Tree((tuple(parents),))
-        return Tree(tuple(tuple(row) for row in parents))
+            return Tree((tuple(parents),))  # type: ignore[arg-type]
+        return Tree(tuple(tuple(row) for row in parents))  # type: ignore[arg-type]
 
     @staticmethod
     def branching(widths: Sequence[int]) -> Tree:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from minispec.files import CONFIG, check_writable, copy_file, read_config, read_text
+from minispec.files import CONFIG, check_writable, copy_file, read_config, read_text, sha256
 from minispec.inputs import check_integer
 from minispec.model import GPT, GPTConfig
 from minispec.pair import Pair, load_pair, save_model, weights_folder
@@ -131,13 +131,17 @@ def text_batch(tokens: Tensor, batch: int, context: int, seed: int, step: int) -
 
 
 def save_pair(out: Path, source: Path, draft: GPT, stage: dict[str, Any], fresh: bool) -> None:
-    """A copy of the pair in `source` with this draft, whose history gains a stage."""
-    if not out.exists() or not out.samefile(source):
-        files = [file for file in sorted(source.iterdir()) if file.suffix in (".tiktoken", ".safetensors", ".txt")]
-        for file in [*files, source / CONFIG]:  # last what makes a pair of them
+    """A copy of the pair in `source` with this draft, whose history gains a stage.
+
+    Draft and `config.json` come last and together, so that a kill leaves the pair that was in `out`, if one was.
+    """
+    config = read_config(source)
+    for file in sorted(source.iterdir()):
+        same = (out / file.name).exists() and sha256(out / file.name) == sha256(file)
+        if file.suffix in (".tiktoken", ".safetensors", ".txt") and file.stem != "draft" and not same:
             copy_file(file, out / file.name)
-    before = [] if fresh else read_config(source).get("draft", {}).get("training", {}).get("stages", [])
-    save_model(out, "draft", draft, training={"stages": [*before, stage]})
+    before = [] if fresh else config.get("draft", {}).get("training", {}).get("stages", [])
+    save_model(out, "draft", draft, training={"stages": [*before, stage]}, config=config)
     print(f"saved: {out}")
 
 
