@@ -165,7 +165,7 @@ def _choose(
     target: LanguageModel,
     draft: Any,
     prompt: Any,
-    max_new_tokens: int,
+    max_new_tokens: Any,
     sampling: Sampling | None,
     tree: Tree | str | None,
     draft_len: int | None,
