@@ -110,3 +110,9 @@ class Scripted:
     def pick(self, weights: Tensor, at=None) -> Tensor:  # type: ignore[no-untyped-def]
         self.asked.append(("pick", weights.clone()))
         return torch.tensor([self.picks.pop(0) for _ in range(len(weights))])
+
+
+def stored(tensors: list[Tensor]) -> int:
+    """Bytes of memory behind these tensors, which may be views of one another."""
+    real = [t for t in tensors if t.device.type != "meta"]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in real)}.values())

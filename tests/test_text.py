@@ -233,7 +233,18 @@ def test_the_shipped_pair_stops_where_plain_decoding_does(shipped: Pair) -> None
 
 
 def test_stop_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    short = ["generate", "Once upon a time", "--max-new-tokens", "30", "--temperature", "0", "--seed", "1"]
+    short = [
+        "generate",
+        "Once upon a time",
+        "--max-new-tokens",
+        "30",
+        "--temperature",
+        "0",
+        "--seed",
+        "1",
+        "--draft-len",
+        "4",
+    ]
     assert minispec.cli.main(short) == 0
     whole = capsys.readouterr().out.rsplit("\n", 2)[0].removeprefix("Once upon a time")
     stop = whole[20:23]
@@ -258,7 +269,7 @@ def test_ctrl_c_ends_with_what_was_produced(
 
     monkeypatch.setattr(minispec.cli, "stream", pressed)
     for extra in ([], ["--compare"], ["--colour"]):
-        assert minispec.cli.main(["generate", "Once upon a time", "--seed", "1", *extra]) == 130
+        assert minispec.cli.main(["generate", "Once upon a time", "--seed", "1", "--draft-len", "4", *extra]) == 130
         out, err = capsys.readouterr()
         assert out.startswith("Once upon a time")
         assert "per target pass" in out
@@ -279,7 +290,7 @@ def test_a_real_ctrl_c(tmp_path: Path) -> None:
         "c.stream = slow\n"
         "sys.exit(c.main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-c", slow, "generate", "Once upon a time", "--seed", "1"]
+    command = [sys.executable, "-c", slow, "generate", "Once upon a time", "--seed", "1", "--draft-len", "4"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     assert process.stdout is not None
     first = process.stdout.read(24)
