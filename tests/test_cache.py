@@ -222,7 +222,7 @@ def test_bad_paths_change_nothing(paths: list[list[int]], nodes: int) -> None:
     assert torch.equal(cache.k, before)
 
 
-def test_case_4_cache_arithmetic() -> None:
+def test_f4_cache_arithmetic() -> None:
     K = 4
     for accepted in range(K + 1):
         cache = cache_for(model_of())

@@ -56,8 +56,8 @@ def test_two_samples_plain_and_speculative(two: tuple[GPT, GPT], n: int) -> None
     assert verdict.passed, verdict
 
 
-def test_filters(two: tuple[GPT, GPT]) -> None:
-    """Case 2: T, top-k and top-p on both models; a token outside the target's nucleus fails outright."""
+def test_case_2_filters(two: tuple[GPT, GPT]) -> None:
+    """T, top-k and top-p on both models; a token outside the target's nucleus fails outright."""
     target, draft = two
     for T in (0.5, 1.0, 2.0):
         for top_k in (None, 2):

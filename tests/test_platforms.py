@@ -283,6 +283,27 @@ def test_a_console_without_the_characters_gets_question_marks(tmp_path: Path) ->
     assert done.stdout.decode("cp1252").startswith("? ? é")
 
 
+def test_case_26_an_empty_home_no_network_another_folder(tmp_path: Path) -> None:
+    """`.ci/run` does the same with the installed wheel."""
+    code = (
+        "import socket\n"
+        "def no(*a, **k): raise AssertionError('the network was used')\n"
+        "socket.socket.connect = socket.create_connection = socket.getaddrinfo = no\n"
+        "import minispec\n"
+        "pair = minispec.load_pair()\n"
+        "print(pair.complete('Once upon a time', max_new_tokens=4, seed=1).result.stats.new_tokens)\n"
+    )
+    (tmp_path / "home").mkdir()
+    keep = {name: value for name, value in os.environ.items() if name.upper() in ("PATH", "PYTHONPATH", "SYSTEMROOT")}
+    env = keep | {"HOME": str(tmp_path / "home"), "USERPROFILE": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "4"
+    assert list((tmp_path / "home").iterdir()) == []
+
+
 def test_the_command_leaves_the_host_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from bad_inputs import make_pair
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,13 @@ def test_every_public_name_has_a_docstring() -> None:
     for path in MODULES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), path.name
+
+
+def test_every_case_has_tests_where_the_table_says() -> None:
+    folder = Path(__file__).parent
+    rows = re.findall(r"^\| (\d+) \|.*?\| (.*) \|$", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 27))
+    for number, files in rows:
+        for file in re.findall(r"`(test_[a-z_]+)`(?=[,:])", files):
+            source = (folder / f"{file}.py").read_text(encoding="utf-8")
+            assert f"def test_case_{number}_" in source, f"case {number}: {file}"
