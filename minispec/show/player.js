@@ -35,8 +35,10 @@ function svg(tag, attributes = {}, ...children) {
 
 const word = (token) => (trace.texts[token] ?? String(token)).replaceAll("\n", "⏎").replaceAll(" ", "␣");
 const brief = (text, most) => (text.length > most ? text.slice(0, most - 1) + "…" : text);
+const many = (count) => `${count} ${count === 1 ? "token" : "tokens"}`;
 const number = (value) => (value === null ? "none" : String(value));
 const round = (value) => String(Number(value.toPrecision(4)));
+const tiny = (value) => (value >= 0.9995 ? "1" : value < 0.0005 ? "<.001" : value.toFixed(value < 0.0995 ? 3 : 2).slice(1));
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 
 // --- what the trace says about a moment ------------------------------------------------------------------------
@@ -74,11 +76,10 @@ function drawText(step) {
   const shown = [el("span", { class: "tok prompt" }, trace.prompt_text)];
   const until = moment.phase === COMMIT ? moment.step + 1 : moment.step;
   steps.slice(0, until).forEach((one, k) => {
-    const now = k === moment.step ? " now" : "";
-    one.emitted.forEach((_, i) => {
-      if (now && i === one.accepted) shown.push(...rejectedGuesses(one));
-      shown.push(el("span", { class: `tok ${origin(one, i)}${now}` }, one.pieces[i]));
-    });
+    const run = one.emitted.map((_, i) => el("span", { class: `tok ${origin(one, i)}` }, one.pieces[i]));
+    if (k !== moment.step) return shown.push(...run);
+    run.splice(one.accepted, 0, ...rejectedGuesses(one));
+    shown.push(el("span", { class: "now" }, ...run));
   });
   box.replaceChildren(...shown);
   box.scrollTop = box.scrollHeight;
@@ -87,7 +88,7 @@ function drawText(step) {
 function rejectedGuesses(step) {
   return step.nodes
     .filter((node) => node.state === "rejected" && node.parent === step.path.at(-1))
-    .map((node) => el("del", { class: "tok rejected now" }, trace.texts[node.token]));
+    .map((node) => el("del", { class: "tok rejected" }, trace.texts[node.token]));
 }
 
 function drawFigures() {
@@ -130,7 +131,7 @@ function place(step) { // column (depth) and row (leaf) of every node, the final
 
 function drawTree(step) {
   const { at, leaves, depth } = place(step);
-  const W = 104, H = 48, gapX = 22, gapY = 14;
+  const W = 104, H = 56, gapX = 22, gapY = 10;
   const room = by("tree").clientWidth || 700;
   const across = (depth + 1) * (W + gapX) <= room || leaves * (W + gapY) > room; // left to right, else top down
   const size = across ? [(depth + 1) * (W + gapX), leaves * (H + gapY)] : [leaves * (W + gapY), (depth + 1) * (H + gapX)];
@@ -156,7 +157,7 @@ function drawTree(step) {
     boxes.push(nodeBox(step, FINAL, spot(FINAL), W, H));
   }
   const guesses = step.nodes.filter((node, i) => i && node.token >= 0).length;
-  const label = `Draft of ${guesses} ${guesses === 1 ? "token" : "tokens"}; choose a node to see its numbers`;
+  const label = `Draft of ${many(guesses)}; choose a node to see its numbers`;
   const [w, h] = [size[0] + 12, size[1] + 12];
   const focused = document.activeElement?.closest?.(".node")?.dataset.node;
   by("tree").replaceChildren(svg("svg", { width: w, height: h, role: "group", "aria-label": label }, ...parts, ...boxes));
@@ -168,7 +169,14 @@ function nodeBox(step, i, [x, y], W, H) {
   const state = moment.phase >= 2 || i === 0 ? node.state : "untested";
   const test = node.test;
   let small = i === 0 ? "pending" : i === FINAL ? { residual: "residual", own: "own draw", bonus: "bonus" }[node.state] : "";
-  if (test) small = [moment.phase ? `p ${number(test.x.p)}` : "", test.x.q === null ? "" : `q ${number(test.x.q)}`].join(" ");
+  const bars = [];
+  if (test) {
+    const both = [["p", moment.phase ? test.x.p : null], ["q", test.x.q]].filter(([, value]) => value !== null);
+    small = both.map(([name, value]) => `${name} ${tiny(value)}`).join("  ");
+    both.forEach(([name, value]) => bars.push(svg("rect", {
+      class: `bar-${name}`, x: 8, y: name === "p" ? H - 13 : H - 8, width: Math.max((W - 16) * value, 1), height: 4, rx: 1,
+    })));
+  }
   const name = `${i === FINAL ? "Last token" : `Node ${i}`}, “${word(node.token)}”, ` +
     (moment.phase >= 2 || !test ? WORDS[state] : "drafted") +
     (test ? `, p ${number(test.x.p)}, q ${number(test.x.q)}` : "");
@@ -177,9 +185,10 @@ function nodeBox(step, i, [x, y], W, H) {
     "aria-label": name, "aria-pressed": String(standing(step) === i), "data-node": String(i),
   },
   svg("title", {}, name),
-  svg("rect", { width: W, height: H, rx: 7 }),
-  svg("text", { class: "word", x: W / 2, y: 20 }, brief(word(node.token), 11)),
-  svg("text", { class: "small", x: W / 2, y: 38, "font-size": 12 }, small.trim()),
+  svg("rect", { class: "box", width: W, height: H, rx: 7 }),
+  svg("text", { class: "word", x: W / 2, y: test ? 19 : 25 }, brief(word(node.token), 10)),
+  svg("text", { class: "small", x: W / 2, y: test ? 36 : 43 }, small),
+  ...bars,
   svg("text", { class: "mark", x: W - 9, y: 17 }, MARKS[state] ?? ""));
   box.addEventListener("click", () => choose(i));
   return box;
@@ -236,13 +245,15 @@ function lawTable(laws, x, alpha, last, step) {
   const left = both && alpha < 1 ? 1 - alpha : 0;
   const only = last && step.how === "residual" ? "r" : "p";
   const columns = both ? ["p", "q", "min", "r"] : [only];
+  const residual = (k) => (left ? Math.max(laws.p[k] - laws.q[k], 0) / left : 0);
+  const scale = Math.max(...laws.p, ...(both ? laws.q : []), ...(both ? laws.p.map((_, k) => residual(k)) : []));
   const cells = (p, q, r) => {
     const all = { p, q, min: Math.min(p, q), r };
     return columns.map((name) => {
       const value = both ? all[name] : p;
       if (value === null) return el("td", {}, "");
       const text = name === "p" || name === "q" || !both ? number(value) : round(value);
-      return el("td", { class: name, style: `--v:${(100 * Math.min(value, 1)).toFixed(2)}%` }, text);
+      return el("td", { class: name, style: `--v:${Math.min((100 * value) / scale, 100).toFixed(2)}%` }, text);
     });
   };
   const order = laws.token.map((_, k) => k).sort((a, b) =>
@@ -251,11 +262,11 @@ function lawTable(laws, x, alpha, last, step) {
     const q = both ? laws.q[k] : 0;
     const token = laws.token[k];
     return el("tr", { class: token === x ? "x" : "", "data-token": String(token) },
-      el("th", { scope: "row" }, brief(word(token), 14)), ...cells(laws.p[k], q, left ? Math.max(laws.p[k] - q, 0) / left : 0));
+      el("th", { scope: "row" }, brief(word(token), 14)), ...cells(laws.p[k], q, residual(k)));
   });
   rows.push(el("tr", { "data-token": "rest" }, el("th", { scope: "row" }, "all others"), ...cells(laws.rest, both ? laws.q_rest : 0, null)));
   const titles = { p: "p", q: "q", min: "min(p, q)", r: "residual r" };
-  return el("table", {},
+  return el("table", { class: both ? "" : "one" },
     el("caption", { class: "hidden" }, "Probabilities of the likeliest tokens"),
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "token"), ...columns.map((name) => el("th", { scope: "col" }, titles[name])))),
     el("tbody", {}, ...rows));
@@ -297,23 +308,26 @@ function drawCaches(step) {
 
 function drawMask(step) {
   const there = step.nodes.flatMap((node, i) => (node.token >= 0 ? [i] : []));
-  const C = 20, left = 112, past = 72, top = 24;
+  const left = 112, past = 72, top = 24;
+  const room = (by("mask").clientWidth || 480) - left - past - 10;
+  const C = Math.min(Math.max(Math.floor(room / there.length) - 2, 12), 22);
+  const base = C / 2 + 5;
   const parts = [];
   const sentences = [];
   const on = moment.phase >= 1;
   there.forEach((i, r) => {
     const sees = ancestors(step, i);
     const y = top + r * (C + 2);
-    parts.push(svg("text", { x: left - 8, y: y + 15, "text-anchor": "end" }, brief(`${i} ${word(step.nodes[i].token)}`, 13)));
+    parts.push(svg("text", { x: left - 8, y: y + base, "text-anchor": "end" }, brief(`${i} ${word(step.nodes[i].token)}`, 13)));
     parts.push(svg("rect", { class: on ? "past" : "blind", x: left, y, width: past, height: C, rx: 3 }));
-    if (on) parts.push(svg("text", { class: "in", x: left + past / 2, y: y + 15, "text-anchor": "middle" }, `0…${step.n - 2}`));
+    if (on) parts.push(svg("text", { class: "in", x: left + past / 2, y: y + base, "text-anchor": "middle" }, step.n > 1 ? `0…${step.n - 2}` : "empty"));
     there.forEach((j, c) => {
       const kind = !on || !sees.has(j) ? "blind" : i === j ? "self" : "see";
       parts.push(svg("rect", { class: kind, x: left + past + 6 + c * (C + 2), y, width: C, height: C, rx: 3, "data-mask": `${i},${j}` }));
     });
     sentences.push(`Node ${i} sees the ${step.n - 1} tokens of the cache and nodes ${[...sees].sort((a, b) => a - b).join(", ")}.`);
   });
-  there.forEach((j, c) => parts.push(svg("text", { x: left + past + 16 + c * (C + 2), y: 16, "text-anchor": "middle" }, String(j))));
+  there.forEach((j, c) => parts.push(svg("text", { x: left + past + 6 + C / 2 + c * (C + 2), y: 16, "text-anchor": "middle" }, String(j))));
   parts.push(svg("text", { x: left + past / 2, y: 16, "text-anchor": "middle" }, "cache"));
   const w = left + past + 10 + there.length * (C + 2), h = top + there.length * (C + 2) + 4;
   by("mask").replaceChildren(
@@ -325,8 +339,8 @@ function sentence(step) {
   const guesses = step.nodes.filter((node, i) => i && node.token >= 0).length;
   const last = { residual: "one token drawn in place of the rejected", own: "the target's own token", bonus: "a bonus token", cut: "ended by a stop token" };
   const said = [
-    `${guesses} guessed in ${step.ms.draft} ms`, `one target pass over ${step.nodes.length} tokens, ${step.ms.target} ms`,
-    `${step.accepted} of ${guesses} accepted`, `${step.accepted} accepted and ${last[step.how]}: ${step.emitted.length} tokens from one pass`,
+    `${guesses} guessed in ${step.ms.draft} ms`, `one target pass over ${many(step.nodes.length)}, ${step.ms.target} ms`,
+    `${step.accepted} of ${guesses} accepted`, `${step.accepted} accepted and ${last[step.how]}: ${many(step.emitted.length)} from one pass`,
   ];
   return `Step ${moment.step + 1} of ${steps.length}, ${PHASES[moment.phase]}: ${said[moment.phase]}.`;
 }
@@ -427,7 +441,7 @@ document.addEventListener("keydown", (event) => {
 for (const [id, action] of Object.entries(actions)) by(id).addEventListener("click", action);
 by("seek").max = String(Math.max(steps.length, 1));
 by("seek").addEventListener("input", () => jump(Number(by("seek").value) - 1));
-addEventListener("resize", () => steps.length && drawTree(steps[moment.step]));
+addEventListener("resize", draw);
 const wanted = matchMedia("(prefers-color-scheme: dark)");
 const follow = () => { if ((document.documentElement.dataset.theme === "dark") !== wanted.matches) theme(); };
 wanted.addEventListener("change", follow);

@@ -25,7 +25,7 @@ from minispec.verify import Rule
 
 
 class Recording:
-    """A run that is being recorded: iterate over it for its `Step`s, then take the `trace`. Arguments as for `record`."""
+    """A run that is being recorded: iterate over it for its `Step`s, then take the `trace`. Arguments: see `record`."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Recording:
         if about and about[-1] == [None] and self.rule.chain is not None:
             about[-1] = [seen.path[-1]]  # the residual or the bonus stands behind the accepted run
         last = seen.coins[-1].weights.double() if seen.coins else seen.p[seen.path[-1]].double()
-        found = {
+        found: dict[str, Any] = {
             "n": len(self.prompt) + sum(len(s.tokens) for s in self.taken),
             "kind": seen.draft.kind,
             "nodes": self._nodes(seen, about, tokens),
@@ -293,8 +293,10 @@ def record(
 
 def plain_step(target: LanguageModel, prompt: Sequence[int], sampling: Sampling, steps: int) -> float | None:
     """Median milliseconds of a step of plain decoding; None when there is no step to time."""
-    times = []
-    run = stream(target, NoDrafter(), prompt, max_new_tokens=steps + 2 if steps else 0, sampling=sampling, stop=(), seed=0)
+    times: list[float] = []
+    if not steps:
+        return None
+    run = stream(target, NoDrafter(), prompt, max_new_tokens=steps + 2, sampling=sampling, stop=(), seed=0)
     start = time.perf_counter()
     for _ in run:
         times.append(1e3 * (time.perf_counter() - start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -202,7 +203,7 @@ def _nodes(step: dict[str, Any], at: str) -> None:
 
 def _step(step: dict[str, Any], at: str) -> None:
     nodes, path = step["nodes"], step["path"]
-    _need(path[:1] == [0] and all(nodes[b]["parent"] == a for a, b in zip(path, path[1:], strict=False)), at, "path")
+    _need(path[:1] == [0] and all(nodes[b]["parent"] == a for a, b in itertools.pairwise(path)), at, "path")
     run = [nodes[node]["token"] for node in path[1:]] + [step["token"]]
     _need(run[: len(step["emitted"])] == step["emitted"], at, "emitted is not the path's tokens and one more")
     _need(step["how"] == "cut" or len(run) == len(step["emitted"]), at, "emitted ends early, and how is not 'cut'")
