@@ -116,9 +116,9 @@ def _python(patient: Patient) -> Iterator[Finding]:
 
 
 def _torch(patient: Patient) -> Iterator[Finding]:
-    mps = torch.backends.mps.is_available()  # type: ignore[no-untyped-call]
-    has = {"mkl": torch.backends.mkl.is_available(), "mkldnn": torch.backends.mkldnn.is_available()}
-    has |= {"cuda": torch.cuda.is_available(), "mps": mps}
+    backends: Any = torch.backends  # not all of it is typed
+    has = {name: bool(getattr(backends, name).is_available()) for name in ("mkl", "mkldnn", "mps")}
+    has["cuda"] = torch.cuda.is_available()
     there = ", ".join(name for name, here in has.items() if here) or "none of mkl, mkldnn, cuda, mps"
     figures = {"version": torch.__version__, "backends": has}
     yield Finding("torch", "ok", f"{torch.__version__}; {there}", figures=figures)
@@ -134,6 +134,10 @@ def _threads(patient: Patient) -> Iterator[Finding]:
         )
     else:
         yield Finding("threads", "ok", f"{threads} of {cores} cores", figures=figures)
+    load = measures.load()
+    if load is not None and load > cores:
+        todo = "close other programs before trusting the times below"
+        yield Finding("load", "note", f"{load:.1f} on {cores} cores: busy", todo, False, {"load": measures.short(load)})
 
 
 def _device(patient: Patient) -> Iterator[Finding]:

@@ -12,7 +12,11 @@ SHORTEST = 4  # tokens of a law that a page shows at least
 
 
 def page(data: dict[str, Any], limit: int = LIMIT) -> str:
-    """The page that plays the trace `data`. Laws are cut to as many tokens as fit into `limit` bytes, 4 at least."""
+    """The page that plays the trace `data`, within `limit` bytes where that can be had by showing less.
+
+    First laws are cut to fewer tokens (4 at least); then the laws of nodes that the path did not come to are left out,
+    and the choices made while drafting, which the page does not show.
+    """
     rule, steps = data["rule"], len(data["steps"])
     parts = {
         "title": html.escape(f"minispec: {rule}, {steps} steps, {len(data['tokens'])} tokens"),
@@ -28,6 +32,8 @@ def page(data: dict[str, Any], limit: int = LIMIT) -> str:
     while len(text.encode("utf-8")) > room and top > SHORTEST:
         top = max(top * 3 // 4, SHORTEST)
         text = _inside(shorten(data, top))
+    if len(text.encode("utf-8")) > room:
+        text = _inside(lean(shorten(data, top)))
     return frame.replace("%%data%%", text)
 
 
@@ -52,6 +58,18 @@ def shorten(data: dict[str, Any], top: int) -> dict[str, Any]:
             nodes.append(node)
         steps.append(step | {"nodes": nodes, "law": _shorter(step["law"], top, step["token"])})
     return data | {"top": top, "steps": steps}
+
+
+def lean(data: dict[str, Any]) -> dict[str, Any]:
+    """The same trace without the laws of untested nodes and the draws of the draft: enough to watch, not to replay."""
+    steps = []
+    for step in data["steps"]:
+        nodes = [node | {"next": None} if node["state"] == "untested" else node for node in step["nodes"]]
+        for i, node in enumerate(nodes):
+            if node["state"] == "untested":
+                nodes[i] = node | {"test": {name: node["test"][name] for name in ("x", "ratio", "alpha", "coin")}}
+        steps.append(step | {"nodes": nodes, "draws": []})
+    return data | {"steps": steps}
 
 
 def _shorter(law: dict[str, Any], top: int, keep: int | None) -> dict[str, Any]:

@@ -40,6 +40,14 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def load() -> float | None:
+    """Processes that want a core, on average over the last minute; None where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows
+        return None
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """One thread for tiny models, which many only hinder."""
@@ -144,7 +152,9 @@ class Speed:
         quick = measure(pair.target, pair.draft, context=32, sizes=(1,), repeats=1).check(1)
         repeats = min(max(int(BUDGET / (len(SIZES) * quick)) - 2, 1), 5)  # the first two rounds warm up
         costs = measure(pair.target, pair.draft, context=32, sizes=SIZES, repeats=repeats)
-        plain, fast, tested, accepted = [], [], 0, 0
+        plain: list[float] = []
+        fast: list[float] = []
+        tested = accepted = 0
         start = time.perf_counter()
         for seed, prompt in enumerate(prompts):
             if fast and time.perf_counter() - start > BUDGET:

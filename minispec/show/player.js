@@ -212,7 +212,7 @@ function coinText(step, i) {
     return `Coin with probability ${number(coin.prob[k])}: ${fell}. ${verdict[0].toUpperCase()}${verdict.slice(1)}.`;
   }
   const pick = step.coins.find((one) => one.op === "pick" && one.node[0] === node.parent);
-  if (pick && !node.test.laws.q) return `Accepted when the target draws it. It drew “${word(pick.outcome[0])}”: ${node.state}.`;
+  if (pick && node.test.x.q === null) return `Accepted when the target draws it. It drew “${word(pick.outcome[0])}”: ${node.state}.`;
   if (pick && trace.rule !== "rrs" && step.coins.every((one) => one.op === "pick")) {
     return `The target drew “${word(pick.outcome[0])}”: ${node.state}.`;
   }
@@ -237,7 +237,9 @@ function drawDetail(step) {
   }
   by("numbers").replaceChildren(...numbers.map(([term, value]) =>
     el("div", {}, el("dt", {}, term), el("dd", { "data-number": term }, value))));
-  by("laws").replaceChildren(lawTable(test ? test.laws : last ? step.law : node.next, node.token, test?.alpha ?? null, last, step));
+  const laws = test ? test.laws : last ? step.law : node.next;
+  if (!laws) return by("laws").replaceChildren("This page was kept small: it has the distributions of tested nodes only.");
+  by("laws").replaceChildren(lawTable(laws, node.token, test?.alpha ?? null, last, step));
 }
 
 function lawTable(laws, x, alpha, last, step) {

@@ -33,9 +33,7 @@ class Replay:
             raise ValueError(f"the trace is at its end, and a {op} is asked for")
         choice = self.choices.pop(0)
         if choice["op"] != op or len(choice["outcome"]) != count:
-            raise ValueError(
-                f"the trace has a {choice['op']} of {len(choice['outcome'])}, asked for is {op} of {count}"
-            )
+            raise ValueError(f"the trace has a {choice['op']} of {len(choice['outcome'])}, not a {op} of {count}")
         return list(choice["outcome"])
 
     def flip(self, prob: Tensor) -> Tensor:
