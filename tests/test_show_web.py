@@ -17,9 +17,12 @@ from minispec import NGramDrafter, Pair, Tree
 from minispec.advanced import DynamicTree
 from minispec.show import Trace, record
 
-webdriver = pytest.importorskip("selenium.webdriver", reason='needs selenium: pip install ".[web]"')
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
+try:
+    from selenium import webdriver
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.wait import WebDriverWait
+except ImportError:
+    webdriver = None
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -29,6 +32,8 @@ THEMES = ["light", "dark"]
 
 def obstacle() -> str | None:
     """Why the browser cannot be driven here."""
+    if webdriver is None:
+        return 'needs selenium: pip install ".[web]"'
     if BROWSER is None or DRIVER is None:
         return "needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)"
     try:

@@ -161,6 +161,8 @@ function drawTree(step) {
   const [w, h] = [size[0] + 12, size[1] + 12];
   const focused = document.activeElement?.closest?.(".node")?.dataset.node;
   by("tree").replaceChildren(svg("svg", { width: w, height: h, role: "group", "aria-label": label }, ...parts, ...boxes));
+  const [x, y] = spot(at.has(standing(step)) ? standing(step) : 0); // a node that does not fit is scrolled to
+  by("tree").scrollTo(x - (room - W) / 2, y - (by("tree").clientHeight - H) / 2);
   if (focused !== undefined) document.querySelector(`.node[data-node="${focused}"]`)?.focus();
 }
 
@@ -199,7 +201,8 @@ function coinText(step, i) {
     return {
       residual: `Nothing else was accepted: drawn from what p has left over q.`,
       bonus: "All guesses on the path were accepted: one more token from p comes free.",
-      own: "The target's own draw y ~ p is no child of this place, and is emitted.",
+      own: step.proposed ? "The target's own draw y ~ p is no child of this place, and is emitted."
+        : "Nothing was guessed here: the target's own draw from p.",
     }[step.how];
   }
   if (i === 0) return "The last token of the text. The pass reads it and all guesses at once.";
@@ -310,9 +313,11 @@ function drawCaches(step) {
 
 function drawMask(step) {
   const there = step.nodes.flatMap((node, i) => (node.token >= 0 ? [i] : []));
-  const left = 112, past = 72, top = 24;
-  const room = (by("mask").clientWidth || 480) - left - past - 10;
-  const C = Math.min(Math.max(Math.floor(room / there.length) - 2, 12), 22);
+  const width = by("mask").clientWidth || 480;
+  const [left, past, letters] = width > 420 ? [112, 72, 13] : [84, 46, 9];
+  const room = width - left - past - 10, top = 24;
+  const C = Math.min(Math.max(Math.floor(room / there.length) - 2, 10), 22);
+  const tiny = C < 16 ? "tiny" : "";
   const base = C / 2 + 5;
   const parts = [];
   const sentences = [];
@@ -320,16 +325,16 @@ function drawMask(step) {
   there.forEach((i, r) => {
     const sees = ancestors(step, i);
     const y = top + r * (C + 2);
-    parts.push(svg("text", { x: left - 8, y: y + base, "text-anchor": "end" }, brief(`${i} ${word(step.nodes[i].token)}`, 13)));
+    parts.push(svg("text", { x: left - 8, y: y + base, "text-anchor": "end", class: tiny }, brief(`${i} ${word(step.nodes[i].token)}`, letters)));
     parts.push(svg("rect", { class: on ? "past" : "blind", x: left, y, width: past, height: C, rx: 3 }));
-    if (on) parts.push(svg("text", { class: "in", x: left + past / 2, y: y + base, "text-anchor": "middle" }, step.n > 1 ? `0…${step.n - 2}` : "empty"));
+    if (on) parts.push(svg("text", { class: `in ${tiny}`, x: left + past / 2, y: y + base, "text-anchor": "middle" }, step.n > 1 ? `0…${step.n - 2}` : "empty"));
     there.forEach((j, c) => {
       const kind = !on || !sees.has(j) ? "blind" : i === j ? "self" : "see";
       parts.push(svg("rect", { class: kind, x: left + past + 6 + c * (C + 2), y, width: C, height: C, rx: 3, "data-mask": `${i},${j}` }));
     });
     sentences.push(`Node ${i} sees the ${step.n - 1} tokens of the cache and nodes ${[...sees].sort((a, b) => a - b).join(", ")}.`);
   });
-  there.forEach((j, c) => parts.push(svg("text", { x: left + past + 6 + C / 2 + c * (C + 2), y: 16, "text-anchor": "middle" }, String(j))));
+  there.forEach((j, c) => parts.push(svg("text", { class: tiny, x: left + past + 6 + C / 2 + c * (C + 2), y: 16, "text-anchor": "middle" }, String(j))));
   parts.push(svg("text", { x: left + past / 2, y: 16, "text-anchor": "middle" }, "cache"));
   const w = left + past + 10 + there.length * (C + 2), h = top + there.length * (C + 2) + 4;
   by("mask").replaceChildren(

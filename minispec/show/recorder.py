@@ -162,6 +162,8 @@ class Recording:
         """Where the last token comes from: the law's residual, the bonus law, an own draw; or the run was cut."""
         if step.accepted == len(step.tokens):
             return "cut"
+        if not step.proposed:
+            return "own"
         if step.tested == step.accepted:
             return "bonus"
         return "residual" if self.rule.needs_q else "own"
