@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from minispec.auto import cache_folder
 from minispec.decode import speculate
 from minispec.lab.law import exact_law, target_law, total_variation
 from minispec.model import GPT, GPTConfig
@@ -157,13 +158,13 @@ def _device(patient: Patient) -> Iterator[Finding]:
 
 
 def _cache_folder(patient: Patient) -> Iterator[Finding]:
-    folder = measures.cache_folder()
+    folder = cache_folder()
     problem = measures.unwritable(folder)
     figures = {"folder": str(folder), "writable": problem is None}
     if problem is None:
         yield Finding("cache folder", "ok", f"{folder} is writable", figures=figures)
     else:
-        todo = "set XDG_CACHE_HOME to a folder of yours; without one, measured times are not kept between runs"
+        todo = "set MINISPEC_CACHE to a folder of yours; without one, tree='auto' measures again each time"
         yield Finding("cache folder", "fail", f"{folder}: {problem}", todo, False, figures)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -68,18 +67,6 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "unknown processor"
-
-
-def cache_folder() -> Path:
-    """Where this user's caches belong: XDG_CACHE_HOME where it is set, else as the system has it."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    if home:
-        return Path(home) / "minispec"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "minispec" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "minispec"
-    return Path.home() / ".cache" / "minispec"
 
 
 def unwritable(folder: Path) -> str | None:

@@ -37,7 +37,7 @@ class Recording:
         tokenizer: Tokenizer | None = None,
         top: int = 20,
         sampling: Sampling | None = None,
-        tree: Tree | None = None,
+        tree: Tree | str | None = None,
         draft_len: int | None = None,
         rule: str | Rule | None = None,
         stop: Sequence[int] | None = None,
@@ -49,6 +49,8 @@ class Recording:
         self.top = check_integer("top", top, 1)
         if seed is not None and rng is not None:
             raise ValueError("give either seed or rng, got both")
+        if isinstance(tree, str):
+            raise TypeError(f"tree must be a Tree, got {tree!r}: give a plan's own, such as speculate(...).plan.tree")
         sampling = check_sampling(sampling)
         drafter, self.rule = choose(target, NoDrafter() if draft is None else draft, sampling, tree, draft_len, rule)
         self.seed = secrets.randbits(53) if seed is None and rng is None else seed  # 53: exact in any JSON reader
