@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from minispec import Pair, Step, Tree, speculate
+from minispec import GPT, Pair, Sampling, Step, Tree, speculate
 from minispec.cli import main
+from minispec.lab import exact_law
 from minispec.show import Trace, replay, validate
-from minispec.show.commands import progress
+from minispec.show.progress import enumeration, progress
 from minispec.show.terminal import Piece, Screen, show
 
 WORDS = [" the", " king", " had", "\n", " three", " sons", ".", " "]
@@ -159,8 +160,6 @@ def test_trace_writes_both_kinds_of_file(shipped: Pair, tmp_path: Path, capsys: 
     validate(data)
     assert data["plain_ms"] > 0
     prompt = shipped.tokenizer.encode("Once upon a time")
-    from minispec import Sampling
-
     run = speculate(shipped.target, shipped.draft, prompt, max_new_tokens=10, seed=3, sampling=Sampling(0.8))
     assert replay(Trace(data)) == run.tokens == data["tokens"]
     assert "<svg" not in (tmp_path / "run.json").read_text(encoding="utf-8")
@@ -189,22 +188,25 @@ def test_mistakes_are_one_line(args: list[str], message: str, capsys: pytest.Cap
     assert len(error.splitlines()) == 1
 
 
-def test_a_progress_bar_has_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_has_the_time_left(monkeypatch: pytest.MonkeyPatch, two: tuple[GPT, GPT]) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    bar, task = progress("tracing", 4)
-    with bar:
-        bar.advance(task, 2)
-        bar.refresh()
+    with progress("tracing", 4) as tick:
+        tick(2)
     assert "tracing" in terminal.getvalue()
     assert "2/4" in terminal.getvalue()
-    assert "-:--:--" in terminal.getvalue()  # unknown so early
+    assert re.search(r"(-|\d):(-|\d)\S:\S\S", terminal.getvalue())  # time left
     monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())
-    bar, task = progress("tracing", 4)
-    with bar:
-        bar.advance(task, 2)
+    with progress("tracing", 4) as tick:
+        tick(2)
     assert quiet.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with enumeration(lambda rng: tuple(speculate(*two, [0], max_new_tokens=2, draft_len=1, rng=rng).tokens)) as watched:
+        law = exact_law(watched)
+    assert sum(law.values()) == pytest.approx(1)
+    assert "enumerating" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()

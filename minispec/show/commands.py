@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minispec.drafters import Drafter
 from minispec.model import GPT
 from minispec.pair import Pair
 from minispec.result import Step
 from minispec.show import doctor, terminal
+from minispec.show.progress import progress
 from minispec.show.recorder import Recording, plain_step
 
 PLAIN_STEPS = 12  # timed for the page's running speed-up
@@ -60,10 +60,9 @@ def run_trace(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], 
         job.pair.target, job.draft, job.prompt, tokenizer=tokenizer, top=args.top, **job.options, **job.shape
     )
     plain = plain_step(job.pair.target, job.prompt, job.options["sampling"], PLAIN_STEPS)
-    bar, task = progress("tracing", job.options["max_new_tokens"])
-    with bar:
+    with progress("tracing", job.options["max_new_tokens"]) as tick:
         for step in run:
-            bar.advance(task, len(step.tokens))
+            tick(len(step.tokens))
     trace = run.trace(plain)
     trace.save(args.output)
     size = args.output.stat().st_size / 1000
@@ -76,9 +75,8 @@ def run_trace(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], 
 
 def run_doctor(args: argparse.Namespace) -> None:
     """Print the findings; exit with 1 where one of them means that generation cannot work."""
-    bar, task = progress("examining", len(doctor.EXAMINATIONS))
-    with bar:
-        findings = doctor.examine(args.pair, args.device, lambda: bar.advance(task))
+    with progress("examining", len(doctor.EXAMINATIONS)) as tick:
+        findings = doctor.examine(args.pair, args.device, lambda: tick(1))
     if args.json:
         print(json.dumps(doctor.report(findings), indent=2, allow_nan=False))
     else:
@@ -91,16 +89,3 @@ def show_run(pair: Pair, text: str, steps: Iterable[Step]) -> list[tuple[Step, f
     """`generate --show`: the steps, each with its share of the time that decoding took."""
     taken, seconds = terminal.show(Console(), pair.tokenizer, text, steps, trees=True)
     return [(step, seconds / len(taken)) for step in taken]
-
-
-def progress(title: str, total: float) -> tuple[Progress, Any]:
-    """A bar on stderr with what is done and the time left; nothing where stderr is no terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-    return bar, bar.add_task(title, total=total)

@@ -362,6 +362,7 @@ function draw() {
   document.body.dataset.step = String(moment.step);
   document.body.dataset.phase = PHASES[moment.phase];
   document.body.dataset.playing = String(timer !== null);
+  by("where").setAttribute("aria-live", timer === null ? "polite" : "off"); // while it plays, speech could not keep up
   by("where").textContent = sentence(step);
   by("seek").value = String(moment.step + 1);
   by("seek").setAttribute("aria-valuetext", `Step ${moment.step + 1} of ${steps.length}`);
