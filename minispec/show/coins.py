@@ -8,33 +8,34 @@ from torch import Tensor
 
 from minispec.advanced.traversal import traversal
 from minispec.tree import Tree
-from minispec.verify import Rule, match, residual, rrs
+from minispec.verify import Rule, block, match, residual, rrs, token
 
 Places = list[list[int | None]]  # for each choice the node of each of its outcomes
 
 
 def places(
-    rule: Rule, outcomes: Sequence[Sequence[int]], tokens: Sequence[int], tree: Tree, early: bool = True
+    rule: Rule,
+    outcomes: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    tree: Tree,
+    path: Sequence[int],
+    early: bool = True,
 ) -> Places:
     """The nodes that the choices of one row were about; None where a choice was about none, or the rule is unknown.
 
-    outcomes: of every choice in turn, a flip's coins or the one index of a pick. A pick is about the node behind
-    which its token stands. early: whether rules stop asking when nothing is open, as they do on a CPU.
+    outcomes: of every choice in turn, a flip's coins or the one index of a pick. path: what the rule returned. A pick
+    is about the node behind which its token stands. early: whether rules stop asking when nothing is open, as they do
+    on a CPU.
     """
-    if rule.chain is not None:
-        return _chain(outcomes)
+    if rule.chain in (token, block):
+        return [list(range(1, tree.size)), [path[-1]]]
     if rule.tree is match:
         return _match(outcomes, tokens, tree)
     if rule.tree is rrs:
-        return _rrs(outcomes, tree, early)
+        return [*_rrs(outcomes[:-1], tree, early), [path[-1]]]
     if rule.tree is traversal:
-        return _traversal(outcomes, tokens, tree)
+        return [*_traversal(outcomes[:-1], tokens, tree), [path[-1]]]
     return [[None] * len(outcome) for outcome in outcomes]
-
-
-def _chain(outcomes: Sequence[Sequence[int]]) -> Places:
-    """One flip of all K coins, one pick behind the accepted run, which only the rule knows."""
-    return [list(range(1, len(outcomes[0]) + 1)), [None]]
 
 
 def _match(outcomes: Sequence[Sequence[int]], tokens: Sequence[int], tree: Tree) -> Places:
@@ -52,17 +53,17 @@ def _rrs(outcomes: Sequence[Sequence[int]], tree: Tree, early: bool) -> Places:
     found: Places = []
     width = tree.child_table.shape[2]
     node: int | None = 0  # None once the path has ended
-    end, asked, passed = 0, 0, -1
-    for (outcome,) in outcomes[:-1]:
+    asked, passed = 0, -1
+    for (outcome,) in outcomes:
         children = tree.children(node) if node is not None and passed < 0 else []
         here = children[asked] if asked < len(children) else None
         found.append([here])
         asked += 1
         if outcome and here is not None:
-            end = passed = here
+            passed = here
         if asked == width or (early and passed >= 0):
             node, asked, passed = (passed if passed >= 0 else None), 0, -1
-    return [*found, [end]]
+    return found
 
 
 def _traversal(outcomes: Sequence[Sequence[int]], tokens: Sequence[int], tree: Tree) -> Places:
@@ -76,12 +77,12 @@ def _traversal(outcomes: Sequence[Sequence[int]], tokens: Sequence[int], tree: T
         return path
 
     found: Places = []
-    for (outcome,) in outcomes[:-1]:
+    for (outcome,) in outcomes:
         path = leaf()
         found.append([path[-1]])
         if not outcome:
             left[path[-2]].pop(0)
-    return [*found, [leaf()[-1]]]
+    return found
 
 
 def laws(rule: Rule, about: Places, p: Tensor, q: Tensor | None, tree: Tree) -> list[Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from minispec import __version__
 from minispec.decode import stream
 from minispec.drafters import Drafter, NoDrafter
 from minispec.inputs import check_integer, check_sampling, choose, is_batch, stop_set
@@ -89,8 +90,6 @@ class Recording:
         """What has been recorded so far. plain_ms: time of a plain step, for the page's running speed-up."""
         tokens = [token for step in self.taken for token in step.tokens]
         stats = summarise(self.taken, sum(step["ms"]["step"] for step in self.steps) / 1e3)
-        from minispec import __version__
-
         names = ("new_tokens", "target_passes", "proposed", "tested", "accepted")
         rates = ("tokens_per_pass", "acceptance_rate", "accepted_per_proposed")
         figures = {name: getattr(stats, name) for name in names} | {
@@ -129,9 +128,7 @@ class Recording:
         assert seen.p is not None
         tree, tokens = seen.draft.tree, seen.draft.tokens[0].tolist()
         early = self.watch.target.device.type == "cpu"
-        about = coins.places(self.rule, [choice.outcome for choice in seen.coins], tokens, tree, early)
-        if about and about[-1] == [None] and self.rule.chain is not None:
-            about[-1] = [seen.path[-1]]  # the residual or the bonus stands behind the accepted run
+        about = coins.places(self.rule, [choice.outcome for choice in seen.coins], tokens, tree, seen.path, early)
         last = seen.coins[-1].weights.double() if seen.coins else seen.p[seen.path[-1]].double()
         found: dict[str, Any] = {
             "n": len(self.prompt) + sum(len(s.tokens) for s in self.taken),

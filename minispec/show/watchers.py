@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -182,7 +183,7 @@ class WatchedSession:
 
     def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
         self.watch.begin_step()
-        work: Callable[[], Draft] = lambda: self.session.propose(new_tokens, depth_limit, rng)  # noqa: E731
+        work = partial(self.session.propose, new_tokens, depth_limit, rng)
         draft, ms = timed(work, self.watch.target.device)
         self.watch.end_draft(draft, ms)
         return draft
