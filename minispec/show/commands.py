@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from minispec.drafters import Drafter
+from minispec.inputs import DEFAULT_DRAFT_LEN
 from minispec.model import GPT
 from minispec.pair import Pair
 from minispec.result import Step
@@ -31,6 +32,7 @@ class Job(NamedTuple):
     prompt: list[int]
     options: dict[str, Any]
     shape: dict[str, Any]
+    plan: str = ""  # what was chosen for this machine, in words
 
 
 def add_commands(
@@ -43,7 +45,7 @@ def add_commands(
     add_decoding_options(trace)
     trace.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="run.json or run.html")
     trace.add_argument("--top", type=int, default=20, metavar="N", help="tokens kept of each distribution (default 20)")
-    trace.set_defaults(run=lambda args: run_trace(args, prepare))
+    trace.set_defaults(run=lambda args: run_trace(args, prepare), plan=False)
     health = commands.add_parser("doctor", help="is this machine ready? exit status 1 where generation cannot work")
     health.add_argument("--json", action="store_true", help="print the findings as JSON")
     health.add_argument("--pair", type=Path, metavar="DIR", help="folder of another pair than the shipped one")
@@ -54,6 +56,8 @@ def add_commands(
 def run_trace(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], Job]) -> None:
     if args.output.suffix.lower() not in (".json", ".html", ".htm"):
         raise ValueError(f"output must end in .json or .html, got {str(args.output)!r}")
+    if args.draft_len is None and args.tree is None:
+        args.draft_len = DEFAULT_DRAFT_LEN  # not the machine's own plan: the same page everywhere
     job = prepare(args)
     tokenizer = job.pair.tokenizer
     run = Recording(

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minispec.auto import cache_folder
+from minispec.bench.machine import BUFFER, read_bandwidth
 from minispec.decode import speculate
 from minispec.lab.law import exact_law, target_law, total_variation
 from minispec.model import GPT, GPTConfig
@@ -229,9 +230,9 @@ def _miniature(seed: int) -> GPT:
 
 
 def _bandwidth(patient: Patient) -> Iterator[Finding]:
-    rate, size = measures.bandwidth(torch.device(patient.device))
-    figures = {"gigabytes_per_second": measures.short(rate), "buffer_megabytes": size}
-    yield Finding("memory", "ok", f"{rate:.1f} GB/s, by a plain read of {size} MB", figures=figures)
+    rate = read_bandwidth(torch.device(patient.device)) / 1e9
+    figures = {"gigabytes_per_second": measures.short(rate)}
+    yield Finding("memory", "ok", f"{rate:.1f} GB/s, by a plain read of {BUFFER >> 20} MB", figures=figures)
 
 
 def _speed(patient: Patient) -> Iterator[Finding]:

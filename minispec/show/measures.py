@@ -1,4 +1,4 @@
-"""What the doctor measures: the processor, a folder, a file, the memory's bandwidth, the passes' times."""
+"""What the doctor measures: the processor, a folder, a file, the passes' times."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ import torch
 from minispec.decode import generate, speculate
 from minispec.files import sha256
 from minispec.pair import Pair
-from minispec.planner import Costs, measure, seconds
+from minispec.planner import Costs
 from minispec.sampling import Sampling
+from minispec.stopwatch import measure
 
 SIZES = (1, 2, 4, 6, 8, 12)
 BUDGET = 2.5  # seconds for the passes, and for the runs
-MEGABYTE = 1 << 20
-LEAST, MOST = 256, 1024  # megabytes of the buffer that is read
 
 
 def short(value: float) -> float:
@@ -98,27 +97,6 @@ def damage(path: Path, wanted: str | None) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None if found == wanted else f"damaged: SHA-256 is {found[:12]}..., should be {wanted[:12]}..."
-
-
-def last_level_cache() -> int:
-    """Megabytes of the largest processor cache; 0 where the system does not tell."""
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        try:
-            text = path.read_text(encoding="ascii").strip()
-            sizes.append(int(text[:-1]) * {"K": 1, "M": 1024}[text[-1]])
-        except (OSError, ValueError, KeyError):
-            continue
-    return max(sizes) // 1024
-
-
-def bandwidth(device: torch.device, repeats: int = 5) -> tuple[float, int]:
-    """Gigabytes read a second by adding up a buffer that no cache holds, the best of a few; and its megabytes."""
-    size = min(max(4 * last_level_cache(), LEAST), MOST)
-    buffer = torch.ones(size * MEGABYTE // 4, device=device)
-    buffer.sum()
-    best = min(seconds(buffer.sum, device) for _ in range(repeats))
-    return size * MEGABYTE / best / 1e9, size
 
 
 @dataclass(frozen=True)
