@@ -506,3 +506,14 @@ def test_a_drafter_that_already_has_its_shape_keeps_it(two: Two) -> None:
     drafter = ModelDrafter(two[1], Tree.chain(2))
     assert record(two[0], drafter, [0], max_new_tokens=4, seed=0).data["drafter"] == "ModelDrafter"
     assert drafter.model is two[1]  # the caller's drafter is left alone
+
+
+def test_the_decoder_knows_nothing_of_recording() -> None:
+    """What is off costs nothing: only the command line reaches for `minispec.show`."""
+    package = Path(minispec.__file__).parent
+    users = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "minispec.show" in path.read_text(encoding="utf-8") and path.parent.name != "show"
+    ]
+    assert users == ["cli.py"]

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,18 @@ def test_trees_are_drawn_as_trees() -> None:
     for line in ("├── king", "└── three <-", "    ├── ~' '~", "    │   └── had", "    └── ~the~"):
         assert line in out, out
     assert "step 1" not in out  # chains are not
+
+
+def test_ctrl_c_leaves_a_readable_screen() -> None:
+    def interrupted() -> Iterator[Step]:
+        yield STEPS[0]
+        raise KeyboardInterrupt
+
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        show(Console(file=out, width=80), Words(), "Once", interrupted())  # type: ignore[arg-type]
+    assert out.getvalue().startswith("Once the king had {three}\n\nguessed, accepted")
+    assert "4.00 tokens a pass" in out.getvalue()
 
 
 def test_plain_decoding_has_no_marks() -> None:

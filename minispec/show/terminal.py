@@ -147,12 +147,14 @@ def show(
 ) -> tuple[list[Step], float]:
     """Print the prompt and the steps as they come; return them and the seconds they took.
 
-    trees: draw each draft that is not a chain, too.
+    trees: draw each draft that is not a chain, too. After Ctrl-C what there is stays readable, with legend and gauge,
+    before `KeyboardInterrupt` goes on its way.
     """
     screen, decoder = Screen(console, tokenizer), tokenizer.stream()
     live = Live(console=console, auto_refresh=False, transient=True) if screen.live else None
     if live is not None:
         live.start()
+    interrupted = False
     try:
         screen.write(Text(prompt), live)
         start = time.perf_counter()
@@ -167,12 +169,16 @@ def show(
             for piece in pieces(step, tokenizer, texts):
                 screen.write(piece.marked(), live)
             start = time.perf_counter()
-        screen.write(Text(decoder.finish() + "\n"), live)
+    except KeyboardInterrupt:
+        interrupted = True
     finally:
+        screen.write(Text(decoder.finish() + "\n"), live)
         if live is not None:
             live.update(Text(), refresh=True)
             live.stop()
     console.print()
     console.print(screen.legend(not any(step.proposed for step in screen.steps)))
     console.print(screen.gauge(), highlight=False)
+    if interrupted:
+        raise KeyboardInterrupt
     return screen.steps, screen.seconds
