@@ -23,6 +23,8 @@ from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair
 from minispec.result import Result, Stats, Step, summarise
 from minispec.sampling import Sampling
+from minispec.show import commands as show_commands
+from minispec.show.commands import Job
 from minispec.text import TextStream, cut, stop_strings
 from minispec.train import commands as train_commands
 from minispec.train import curves, draft_commands
@@ -45,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     _add_generate(commands)
     commands_of = cast(Any, commands)
+    show_commands.add_commands(commands_of, add_decoding_options, prepare)
     train_commands.add_commands(commands_of)
     draft_commands.add_commands(commands_of)
     bench_commands.add_command(commands_of)
@@ -55,6 +58,17 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_generate(commands: Any) -> None:
     command = commands.add_parser("generate", help="continue a text, streaming it as it is committed")
     add = command.add_argument
+    add_decoding_options(command)
+    add("--colour", "--color", action="store_true", help="show what the draft guessed and what the target supplied")
+    add("--show", action="store_true", help="show each guess, what became of it, trees, and a running gauge")
+    add("--compare", action="store_true", help="also run plain decoding and print the measured ratio")
+    add("--plan", action="store_true", help="measure this machine anew before choosing")
+    command.set_defaults(run=run_generate)
+
+
+def add_decoding_options(command: argparse.ArgumentParser) -> None:
+    """What `generate` and `trace` may both be told."""
+    add = command.add_argument
     add("prompt", nargs="?", help="the text to continue; read from stdin when it is missing or -")
     add("--max-new-tokens", type=int, default=160, metavar="N", help="default 160, fewer at the end of the context")
     add("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
@@ -63,16 +77,20 @@ def _add_generate(commands: Any) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (may be given again)")
     add("--seed", type=int, help="default: a fresh one, which is printed")
     add("--draft-len", type=int, metavar="K", help="draft tokens a step (default: what is fastest on this machine)")
-    add("--plan", action="store_true", help="measure this machine anew before choosing")
+    add("--tree", type=_widths, metavar="W,W", help="draft a tree, such as 3,2,1: children a node, by depth")
     add(
         "--draft", default="draft", metavar="NAME", help="draft file of the pair (try misaligned), or ngram, early-exit"
     )
     add("--rule", choices=sorted(RULES), help="verification rule (default: token, or match where that is exact)")
     add("--device", default="auto", help="cpu, cuda, mps, or auto (default)")
     add("--pair", type=Path, metavar="DIR", help="folder of another pair than the shipped one")
-    add("--colour", "--color", action="store_true", help="show what the draft guessed and what the target supplied")
-    add("--compare", action="store_true", help="also run plain decoding and print the measured ratio")
-    command.set_defaults(run=run_generate)
+
+
+def _widths(text: str) -> Tree:
+    try:
+        return Tree.branching([int(part) for part in text.split(",")])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers >= 1 such as 3,2,1, got {text!r}") from None
 
 
 def _prompt(text: str | None) -> str:
@@ -85,37 +103,52 @@ def _prompt(text: str | None) -> str:
     return text
 
 
-def run_generate(args: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace) -> Job:
+    """What the decoding options ask for, checked as far as it can be before a model is run."""
     text = _prompt(args.prompt)
+    if args.tree is not None and (args.draft_len is not None or args.draft == "ngram"):
+        other = "--draft ngram, which has a shape of its own" if args.draft == "ngram" else "--draft-len"
+        raise ValueError(f"give either --tree or {other}")
+    length = DEFAULT_DRAFT_LEN if args.draft_len is None else args.draft_len
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     name = "draft" if args.draft in ("ngram", "early-exit") else args.draft
     pair = load_pair(args.pair, device=args.device, draft=name)
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     draft: GPT | Drafter = pair.draft
+    tree = Tree.chain(length) if args.tree is None else args.tree
     options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": seed}
-    draft_len = DEFAULT_DRAFT_LEN if args.draft_len is None else args.draft_len
-    shape: dict[str, Any] = {"draft_len": args.draft_len, "rule": args.rule}
+    shape: dict[str, Any] = {"tree": tree, "rule": args.rule}
     plan, prompt = "", pair.tokenizer.encode(text)
     reader = TextStream(pair.tokenizer, stop_strings(args.stop))
     if args.draft == "ngram":
-        draft, shape = NGramDrafter(draft_len), {"rule": args.rule}
+        draft, shape = NGramDrafter(length), {"rule": args.rule}
     elif args.draft == "early-exit":
         if pair.target.config.n_layer < 2:
             raise ValueError("draft early-exit must leave a layer out, got a target with 1 layer")
         layers = max(pair.target.config.n_layer // 4, 1)
-        draft, shape = EarlyExitDrafter(pair.target, layers, Tree.chain(draft_len)), {"rule": args.rule}
-    elif args.draft_len is None:
+        draft, shape = EarlyExitDrafter(pair.target, layers, tree), {"rule": args.rule}
+    elif args.draft_len is None and args.tree is None:
         stream(pair.target, draft, prompt, **options)  # refuses what cannot be decoded before anything is measured
         found = find_plan(
             pair.target, pair.draft, sampling, args.rule, 1, search_run(pair.target), again=args.plan, say=_say
         )
         draft, shape, plan = drafter_of(found, pair.draft), {"rule": found.rule}, f"plan: {found}"
+    return Job(pair, draft, text, prompt, options, shape, reader, plan)
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    if args.show and args.stop:
+        raise ValueError(f"give either --show or --stop, got --stop {args.stop[0]!r}")
+    pair, draft, text, prompt, options, shape, reader, plan = prepare(args)
     steps = stream(pair.target, draft, prompt, **options, **shape)
-    taken, interrupted = _stream_text(reader, text, steps, args.colour)
+    if args.show:
+        taken, interrupted = show_commands.show_run(pair, text, steps), False
+    else:
+        taken, interrupted = _stream_text(reader, text, steps, args.colour)
     if args.compare and not interrupted:
         print(compare(pair, draft, prompt, options, shape))
     else:
-        print(describe(summarise([step for step, _ in taken], sum(s for _, s in taken))) + f", seed {seed}")
+        print(describe(summarise([step for step, _ in taken], sum(s for _, s in taken))) + f", seed {options['seed']}")
     if plan:
         print(plan)
     if interrupted:
