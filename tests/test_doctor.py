@@ -99,7 +99,10 @@ def test_no_pair_at_all(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "config.json: no such file" in found["weights"]["found"]
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "EXAMINATIONS", (doctor._device,))
+    status, found = examined(capsys, "--device", "tpu9")
+    assert (status, found["device"]["state"]) == (1, "fail")
     patient = doctor.Patient(weights_folder(), "tpu9")
     (finding,) = doctor._device(patient)
     assert (finding.state, finding.needed) == ("fail", True)

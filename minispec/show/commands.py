@@ -51,7 +51,8 @@ def add_commands(
     health = commands.add_parser("doctor", help="is this machine ready? exit status 1 where generation cannot work")
     health.add_argument("--json", action="store_true", help="print the findings as JSON")
     health.add_argument("--pair", type=Path, metavar="DIR", help="folder of another pair than the shipped one")
-    health.add_argument("--device", default="auto", help="cpu, cuda, mps, or auto (default)")
+    # not `args.device`, which is refused before anything runs: here a missing device is a finding
+    health.add_argument("--device", dest="on", default="auto", help="cpu, cuda, mps, or auto (default)")
     health.set_defaults(run=run_doctor)
 
 
@@ -84,7 +85,7 @@ def run_trace(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], 
 def run_doctor(args: argparse.Namespace) -> None:
     """Print the findings; exit with 1 where one of them means that generation cannot work."""
     with progress("examining", len(doctor.EXAMINATIONS)) as tick:
-        findings = doctor.examine(args.pair, args.device, lambda: tick(1))
+        findings = doctor.examine(args.pair, args.on, lambda: tick(1))
     if args.json:
         print(json.dumps(doctor.report(findings), indent=2, allow_nan=False))
     else:
