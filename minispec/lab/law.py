@@ -32,6 +32,8 @@ class Enumerator:
         if not outcomes:
             raise ValueError("a choice without a possible outcome: all weights are 0")
         taken = self.prefix[len(self.trace)] if len(self.trace) < len(self.prefix) else 0
+        if taken >= len(outcomes):
+            raise ValueError("the same choices led to other ones: something random does not go through rng")
         self.trace.append((taken, len(outcomes)))
         self.prob *= weights[outcomes[taken]] / sum(weights)
         return outcomes[taken]

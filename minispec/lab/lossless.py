@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from minispec.inputs import check_integer, is_integer, prompt_lists
+from minispec.inputs import check_integer, prompt_lists
 from minispec.lab.causes import likely_causes
 from minispec.lab.family import sampled_findings, two_sample_findings
 from minispec.lab.law import target_law
+from minispec.lab.output import Tokens, check_tokens, cut, cut_law
 from minispec.lab.report import CONTRACT, LENGTH, SEEDS, STOP, ContractError, Finding, Report
 from minispec.model import LanguageModel
 from minispec.sampling import Sampling
 
-Tokens = tuple[int, ...]
 Progress = Callable[[int, int], None]  # (done, of how many)
 LARGEST_LAW = 20_000  # outputs; a law of more is not enumerated
 
@@ -105,7 +105,7 @@ def judge(
     except ContractError as error:
         findings = [Finding(CONTRACT, False, str(error))]
     failed = frozenset(f.check for f in findings if not f.ok)
-    return Report(subject, tuple(findings), likely_causes(failed), seed, level)
+    return Report(subject, tuple(findings), likely_causes(failed, [f.check for f in findings]), seed, level)
 
 
 class Bound:
@@ -135,36 +135,6 @@ class Bound:
             if (i + 1) % 100 == 0:
                 progress(i + 1)
         return counts
-
-
-def check_tokens(returned: Any, vocabulary: int | None) -> Tokens:
-    """What a decoder returned, as a tuple of ints; `ContractError` says what it is instead."""
-    if hasattr(returned, "tolist"):
-        returned = returned.tolist()
-    if isinstance(returned, str) or not isinstance(returned, (list, tuple)):
-        raise ContractError(f"the decoder must return a list of token ids, got {type(returned).__name__}")
-    for token in returned:
-        if not is_integer(token):
-            raise ContractError(f"the decoder must return integer token ids, got {token!r} among them")
-        if token < 0 or (vocabulary is not None and token >= vocabulary):
-            allowed = "0.." if vocabulary is None else f"0..{vocabulary - 1}"
-            raise ContractError(f"the decoder returned the token id {token}, outside {allowed}")
-    return tuple(map(int, returned))
-
-
-def cut(tokens: Tokens, stop: frozenset[int]) -> Tokens:
-    """`tokens` up to and including the first stop token."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in stop), None)
-    return tokens[:end]
-
-
-def cut_law(law: Mapping[Tokens, float], stop: Sequence[int]) -> dict[Tokens, float]:
-    """The law of outputs that end with their first stop token."""
-    out: dict[Tokens, float] = {}
-    for tokens, prob in law.items():
-        short = cut(tokens, frozenset(stop))
-        out[short] = out.get(short, 0.0) + prob
-    return out
 
 
 def _right_law(

@@ -35,10 +35,10 @@ def mix(model: GPT, other: GPT, share: float) -> GPT:
     return mixed.requires_grad_(False)
 
 
-def random_pair(vocab: int = 3, block: int = 16) -> tuple[GPT, GPT]:
+def random_pair(vocab: int = 3, block: int = 32) -> tuple[GPT, GPT]:
     """A target and a draft with a memory, at a mean TV(p, q) between .2 and .6: what the lab checks with."""
-    target = random_gpt(1, vocab, block)
-    return target, mix(target, random_gpt(2, vocab, block), 0.2)
+    target, other = (random_gpt(seed, vocab, block, layers=1) for seed in (1, 101))
+    return target, mix(target, other, 0.3)
 
 
 def mean_tv(target: GPT, draft: GPT, length: int = 3) -> float:

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from minispec.cache import KVCache
 from minispec.decode import speculate
 from minispec.drafters import Drafter, ModelDrafter
-from minispec.lab.lossless import Tokens, check_tokens
+from minispec.lab.output import Tokens, check_tokens
 from minispec.lab.report import ContractError
 from minispec.model import LanguageModel
 from minispec.sampling import Randomness, Rng, Sampling
@@ -49,8 +50,8 @@ def assemble(
         prompts: Sequence[Sequence[int]],
         n: int,
         rng: Rng,
-        sampling: Sampling,
-        stop: Sequence[int],
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
     ) -> list[list[int]]:
         source = ModelDrafter(draft, shape, found.how) if drafter is None else make(drafter, target, draft)
         options: dict[str, Any] = {"max_new_tokens": n, "rule": found, "sampling": sampling, "stop": stop, "rng": rng}
@@ -62,7 +63,7 @@ def assemble(
 
 def make(drafter: MakeDrafter | Drafter, target: LanguageModel, draft: LanguageModel) -> Drafter:
     """The drafter that a factory makes of these models; a drafter is itself."""
-    return drafter if hasattr(drafter, "begin") else drafter(target, draft)
+    return cast(Drafter, drafter if hasattr(drafter, "begin") else cast(MakeDrafter, drafter)(target, draft))
 
 
 @contextmanager
@@ -120,7 +121,8 @@ def guarded(rule: Rule) -> Rule:
     def tree_rule(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:
         returned = _call(whole, (p, q, tokens), (tree, rng))
         path, token = _two(returned, "(path, token)")
-        _integers("path", path, (len(p), tree.max_depth + 1), tree.size - 1, -1)
+        columns = path.shape[-1] if isinstance(path, Tensor) and path.ndim == 2 else 0  # it may end early
+        _integers("path", path, (len(p), min(max(columns, 1), tree.max_depth + 1)), tree.size - 1, -1)
         _integers("token", token, (len(p),), p.shape[2] - 1)
         _paths(path, tokens, tree)
         return path, token
@@ -167,7 +169,7 @@ def _paths(path: Tensor, tokens: Tensor, tree: Tree) -> None:
     for row, nodes in enumerate(path.tolist()):
         kept = [node for node in nodes if node >= 0]
         parents = tree.of_row(row)
-        linked = all(parents[b] == a for a, b in zip(kept, kept[1:], strict=False))
+        linked = all(parents[b] == a for a, b in pairwise(kept))
         if nodes[0] != 0 or nodes[: len(kept)] != kept or not linked:
             raise ContractError(f"path must go from the root, 0, from parent to child, then -1, got {nodes}")
         if any(int(tokens[row, node]) < 0 for node in kept):
@@ -210,7 +212,9 @@ class Adapted:
             raise
         except Exception as error:
             if "a choice without a possible outcome" in str(error):
-                raise ContractError(f"it asked rng to choose among weights that are all 0 or not numbers: {error}") from error
+                raise ContractError(
+                    f"it asked rng to choose among weights that are all 0 or not numbers: {error}"
+                ) from error
             raise ContractError(f"it raised {type(error).__name__} for n = {n}: {error}") from error
         if len(returned) != len(prompts):
             raise ContractError(f"it returned {len(returned)} outputs for {len(prompts)} prompts")

@@ -29,7 +29,7 @@ class Pass:
         return self.tokens.shape[1]
 
     def sees(self) -> list[list[int]] | None:
-        """For each new token of row 0 the new tokens that it sees, itself included; None where older ones are masked."""
+        """For each new token of row 0 the new ones that it sees, its own included; None where older ones are masked."""
         T = self.count
         if self.mask is None:
             return [list(range(i + 1)) for i in range(T)]
@@ -40,8 +40,13 @@ class Pass:
 
     @property
     def depth(self) -> int:
-        """Tokens on the longest path of new ones."""
-        return max(len(path) for path in self.sees() or [[0]])
+        """Tokens on the path of first children, which a draft that is sure of itself fills with its likeliest ones."""
+        paths = self.sees() or [[0]]
+        leftmost = paths[0]
+        for path in paths:
+            if path[:-1] == leftmost:
+                leftmost = path
+        return len(leftmost)
 
 
 class Watched:
@@ -76,7 +81,9 @@ def cache_error(model: LanguageModel, read: Pass, text: Sequence[int]) -> float 
     for m in range(1, len(text) + 1):
         deepest = m - 1 + max(map(len, paths))
         if text[m - 1] == tokens[0] and deepest <= model.config.block_size:
-            differences = [_difference(model, [*text[: m - 1], *(tokens[j] for j in path)], read, path[-1]) for path in paths]
+            differences = [
+                _difference(model, [*text[: m - 1], *(tokens[j] for j in path)], read, path[-1]) for path in paths
+            ]
             errors.append(max(differences))
     return min(errors) if errors else None
 
@@ -96,6 +103,4 @@ def _difference(model: LanguageModel, context: Sequence[int], read: Pass, place:
 
 def first_in_step(log: Sequence[Pass]) -> list[Pass]:
     """The draft's passes that follow one of the target's, or come first of all."""
-    return [
-        read for i, read in enumerate(log) if read.who == "draft" and (i == 0 or log[i - 1].who == "target")
-    ]
+    return [read for i, read in enumerate(log) if read.who == "draft" and (i == 0 or log[i - 1].who == "target")]

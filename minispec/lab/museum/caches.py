@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from minispec.cache import KVCache
 from minispec.lab.museum.piece import cache_piece
-from minispec.lab.report import CACHE, EACH, EFFICIENCY, EXACT, FIRST, GREEDY, JOINT, STEPS
+from minispec.lab.report import CACHE, EACH, EXACT, GREEDY, JOINT, STEPS
 from minispec.tree import Tree
 
 
@@ -26,7 +26,15 @@ class StaleRow(KVCache):
 
 
 @cache_piece(
-    "path written before it is gathered", EACH, JOINT, STEPS, EXACT, GREEDY, CACHE, rule="rrs", tree=Tree.from_parents([-1, 0, 0, 2])
+    "path written before it is gathered",
+    EACH,
+    JOINT,
+    STEPS,
+    EXACT,
+    GREEDY,
+    CACHE,
+    rule="rrs",
+    tree=Tree.from_parents([-1, 0, 0, 2]),
 )
 class Overwritten(KVCache):
     """The accepted path is moved to the front slot by slot, from its end, each move reading what the last one wrote.

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from minispec.cache import KVCache
 from minispec.decode import speculate, stream
+from minispec.drafters import Draft, ModelDrafter, ModelSession
+from minispec.lab.museum.drafters import Spoilt
 from minispec.lab.museum.piece import decoder_piece
 from minispec.lab.museum.rules import token_with
 from minispec.lab.parts import as_rule
-from minispec.lab.report import CACHE, EACH, EFFICIENCY, EXACT, FIRST, GREEDY, JOINT, ROWS, SEEDS, STEPS, STOP, ZERO
+from minispec.lab.report import CACHE, EACH, EFFICIENCY, EXACT, GREEDY, JOINT, ROWS, STEPS, STOP, ZERO
 from minispec.model import LanguageModel
 from minispec.sampling import Randomness, Rng, Sampling
 from minispec.tree import Tree
@@ -50,7 +52,13 @@ class ByNode(Around):
 
 @decoder_piece("position = node index in a tree", JOINT, EXACT, CACHE)
 def position_of_node(
-    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Prompt], n: int, rng: Rng, sampling: Sampling, stop: Prompt
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    rng: Rng,
+    sampling: Sampling,
+    stop: Prompt,
 ) -> list[list[int]]:
     """Tree nodes stand at the position of their slot, in place of that of their depth.
 
@@ -76,7 +84,13 @@ class Remembering(Around):
 
 @decoder_piece("top-p missing at the bonus token", ZERO, EXACT, kind="sampler")
 def bonus_unfiltered(
-    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Prompt], n: int, rng: Rng, sampling: Sampling, stop: Prompt
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    rng: Rng,
+    sampling: Sampling,
+    stop: Prompt,
 ) -> list[list[int]]:
     """Filters are applied where draft tokens are tested, and forgotten where the bonus token is drawn.
 
@@ -88,70 +102,107 @@ def bonus_unfiltered(
     return [r.tokens for r in speculate(seen, draft, prompts, rule=rule, **options)]
 
 
-class OneNoise:
+class OneNoise(Randomness):
     """Draws with noise that was drawn once."""
 
-    def __init__(self, seed: int, vocabulary: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.noise = torch.empty(vocabulary, dtype=torch.float64).exponential_(generator=generator)
-        self.flip = Randomness(seed).flip
+    noise: Tensor | None = None
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
+        if self.noise is None:
+            self.noise = torch.empty(weights.shape, dtype=weights.dtype).exponential_(generator=self._generator)
         return (weights / self.noise).argmax(-1)
+
+    def select(self, rows: Sequence[int]) -> Randomness:
+        chosen = super().select(rows)
+        chosen.noise = None if self.noise is None else self.noise[list(rows)]  # type: ignore[attr-defined]
+        return chosen
 
 
 @decoder_piece("noise drawn once per prompt", JOINT, STEPS, kind="sampler", bench="table")
 def noise_once(
-    target: LanguageModel, draft: LanguageModel, prompt: Prompt, n: int, seed: int, sampling: Sampling, stop: Prompt
-) -> list[int]:
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    seed: int,
+    sampling: Sampling,
+    stop: Prompt,
+) -> list[list[int]]:
     """Gumbel noise is drawn once, and every token of the text is the argmax with the same noise.
 
     Each token has the right law for itself. A text is not one: what was drawn once is drawn again and again, and
     the same words come back throughout.
     """
-    rng = OneNoise(seed, target.config.vocab_size)
-    return speculate(
-        target, draft, prompt, max_new_tokens=n, draft_len=2, rule="match", rng=rng, sampling=sampling, stop=stop
-    ).tokens
+    options: dict[str, Any] = {"max_new_tokens": n, "draft_len": 2, "sampling": sampling, "stop": stop}
+    rng = OneNoise(seed, len(prompts))
+    return [r.tokens for r in speculate(target, draft, prompts, rule="match", rng=rng, **options)]
 
 
 @decoder_piece("generator reseeded each step", EACH, JOINT, STEPS, kind="sampler", bench="table")
 def reseeded(
-    target: LanguageModel, draft: LanguageModel, prompt: Prompt, n: int, seed: int, sampling: Sampling, stop: Prompt
-) -> list[int]:
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    seed: int,
+    sampling: Sampling,
+    stop: Prompt,
+) -> list[list[int]]:
     """The generator is seeded at the top of the step.
 
     "For reproducibility". The first step is right, and every later one plays it again.
     """
-    tokens: list[int] = []
-    while len(tokens) < n and not (tokens and tokens[-1] in stop):
-        text = [*prompt, *tokens]
-        step = next(
-            stream(target, draft, text, max_new_tokens=n - len(tokens), seed=seed, sampling=sampling, stop=stop, **OPTIONS)
-        )
-        tokens += step.tokens
-    return tokens
+    rng = Randomness(seed, len(prompts))
+
+    def spoil(session: ModelSession, sampling: Sampling) -> None:
+        propose = session.propose
+
+        def seeded(new_tokens: Sequence[Prompt], depth_limit: Prompt, here: Rng) -> Draft:
+            rng._generator.manual_seed(seed)
+            return propose(new_tokens, depth_limit, here)
+
+        session.propose = seeded  # type: ignore[method-assign, assignment]
+
+    drafter = Spoilt(ModelDrafter(draft, Tree.chain(2)), spoil)
+    options: dict[str, Any] = {"max_new_tokens": n, "rng": rng, "sampling": sampling, "stop": stop}
+    return [r.tokens for r in speculate(target, drafter, prompts, rule="token", **options)]
 
 
-@decoder_piece("tokens after the stop token kept", STOP)
+@decoder_piece("tokens after the stop token kept", EXACT, STOP)
 def after_the_stop(
-    target: LanguageModel, draft: LanguageModel, prompt: Prompt, n: int, rng: Rng, sampling: Sampling, stop: Prompt
-) -> list[int]:
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    rng: Rng,
+    sampling: Sampling,
+    stop: Prompt,
+) -> list[list[int]]:
     """Looks for the stop token after each step, and keeps the whole step.
 
     Up to K tokens after the end of the text: a chat that answers itself.
     """
-    tokens: list[int] = []
-    for step in stream(target, draft, prompt, max_new_tokens=n, rng=rng, sampling=sampling, stop=[], **OPTIONS):
-        tokens += step.tokens
-        if set(stop) & set(step.tokens):
-            break
-    return tokens
+    out = []
+    options: dict[str, Any] = {"max_new_tokens": n, "rng": rng, "sampling": sampling, "stop": []}
+    for result in speculate(target, draft, prompts, **OPTIONS, **options):
+        tokens: list[int] = []
+        for step in result.steps:
+            tokens += step.tokens
+            if set(stop) & set(step.tokens):
+                break
+        out.append(tokens)
+    return out
 
 
 @decoder_piece("greedy by softmax ratio", GREEDY, kind="sampler")
 def greedy_by_ratio(
-    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Prompt], n: int, rng: Rng, sampling: Sampling, stop: Prompt
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    rng: Rng,
+    sampling: Sampling,
+    stop: Prompt,
 ) -> list[list[int]]:
     """At temperature 0 the draft's argmax is still put to the ratio test, on the laws of temperature 1.
 
@@ -186,7 +237,9 @@ def prefix_again(
     while len(tokens) < n and not (tokens and tokens[-1] in stop):
         text = [*prompt, *tokens]
         step = next(
-            stream(target, draft, text, max_new_tokens=n - len(tokens), rng=rng, sampling=sampling, stop=stop, **OPTIONS)
+            stream(
+                target, draft, text, max_new_tokens=n - len(tokens), rng=rng, sampling=sampling, stop=stop, **OPTIONS
+            )
         )
         tokens += step.tokens
     return tokens
@@ -194,7 +247,13 @@ def prefix_again(
 
 @decoder_piece("batch padding visible", ROWS)
 def padding_visible(
-    target: LanguageModel, draft: LanguageModel, prompts: Sequence[Prompt], n: int, rng: Rng, sampling: Sampling, stop: Prompt
+    target: LanguageModel,
+    draft: LanguageModel,
+    prompts: Sequence[Prompt],
+    n: int,
+    rng: Rng,
+    sampling: Sampling,
+    stop: Prompt,
 ) -> list[list[int]]:
     """Prompts of a batch are padded on the left with token 0, and nobody masks the padding.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minispec.drafters import Draft, Drafter, ModelDrafter, ModelSession
 from minispec.lab.museum.piece import drafter_piece
-from minispec.lab.report import CACHE, EACH, EFFICIENCY, EXACT, FIRST, GREEDY, JOINT, STEPS, TOLD, ZERO
+from minispec.lab.report import CACHE, EACH, EFFICIENCY, EXACT, FIRST, JOINT, STEPS, TOLD
 from minispec.model import LanguageModel, read
 from minispec.sampling import Rng, Sampling
 from minispec.tree import Tree
@@ -132,7 +132,7 @@ def resorted(target: LanguageModel, draft: LanguageModel) -> Drafter:
         if draft_.tree.size < 3:
             return draft_
         x, q = draft_.tokens[:, 1:], draft_.q[:, 1]  # (B, 2), (B, V)
-        order = torch.where(x >= 0, q.gather(1, x.clamp(min=0)), -1.0).argsort(1, descending=True, stable=True)
+        order = torch.where(x >= 0, q.gather(1, x.clamp(min=0)), -1.0).argsort(dim=1, descending=True, stable=True)
         tokens = torch.cat([draft_.tokens[:, :1], x.gather(1, order)], 1)
         second = q.scatter(1, tokens[:, 1, None].clamp(min=0), 0.0)
         second = second / second.sum(1, keepdim=True).clamp(min=1e-300)

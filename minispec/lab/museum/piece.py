@@ -33,7 +33,9 @@ class Piece:
     lossless_but_slow: bool = False
 
 
-def rule_piece(name: str, *caught_by: str, rule: str | None = None, tree: Tree | None = None) -> Callable[[Function], Function]:
+def rule_piece(
+    name: str, *caught_by: str, rule: str | None = None, tree: Tree | None = None
+) -> Callable[[Function], Function]:
     """Hang a broken rule function in the museum. `rule`: the name of the rule whose drafts it takes."""
 
     def hang(function: Function) -> Function:
@@ -41,7 +43,7 @@ def rule_piece(name: str, *caught_by: str, rule: str | None = None, tree: Tree |
         from minispec.verify import RULES
 
         like = RULES[rule] if rule else None
-        part = as_rule(function, like and sorted(like.kinds), like and like.how)
+        part = as_rule(function) if like is None else as_rule(function, sorted(like.kinds), like.how)
         PIECES.append(_piece(name, "rule", function, part, assemble(rule=part, tree=tree), caught_by))
         return function
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minispec.lab.museum.piece import rule_piece
-from minispec.lab.report import EACH, EXACT, FIRST, GREEDY, JOINT, STEPS, ZERO
+from minispec.lab.report import EACH, EXACT, FIRST, JOINT, STEPS
 from minispec.sampling import Rng
 from minispec.tree import Tree
 from minispec.verify import count_accepted, match, residual
@@ -34,12 +34,12 @@ def token_with(
     counted from the rejected place.
     """
     K, row = drafted.shape[1], torch.arange(len(p), device=p.device)
+    if K == 0:
+        return row * 0, rng.pick(p[:, 0])
     x = drafted.clamp(min=0)
     p_x, q_x = (law[:, :K].gather(2, x[..., None])[..., 0] for law in (p, q))  # (B, K)
     chance = torch.where(q_x > 0, accept(p_x, q_x), 0.0).clamp(0, 1)
     a = count_accepted(rng.flip(chance) if flip is None else flip(chance, rng))  # (B,)
-    if K == 0:
-        return a, rng.pick(p[:, 0])
     at = a.clamp(max=K - 1)
     wrong_here = rest(p[row, at + shift], q[row, at], x[row, at])  # (B, V)
     present = q[row, at].sum(-1) > 0  # no draft here: nothing to reject

@@ -1,0 +1,188 @@
+"""`check_rule`: a verification rule, enumerated and sampled on laws written by hand, and its bug by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from minispec.inputs import check_integer
+from minispec.lab.causes import likely_causes, rules_like
+from minispec.lab.decoder_checks import Bench, Say, enumerated, greedy, handling, rows, run_checks, sampled
+from minispec.lab.parts import adapt, as_rule, assemble, guarded
+from minispec.lab.report import CONTRACT, EFFICIENCY, ContractError, Finding, Report
+from minispec.lab.step_law import MARKOV, faults, step_law, tables
+from minispec.tree import Tree
+from minispec.verify import RULES, Rule
+
+ZEROS = tables([[0.6, 0.4, 0.0], [0.0, 0.5, 0.5], [0.3, 0.0, 0.7]], [[0.3, 0.3, 0.4], [0.5, 0.5, 0.0], [0.0, 0.4, 0.6]])
+CASES = {"laws that hang on the last token": MARKOV, "laws with zeros": ZEROS}
+
+
+@dataclass(frozen=True)
+class RuleBench:
+    """A rule, the trees that it is tried on, and for each of these and of the laws a bench."""
+
+    rule: Rule
+    trees: tuple[Tree, ...]
+    benches: dict[str, Bench]
+
+    def each(self, check: Callable[[Bench], list[Finding]], only: str = "") -> list[Finding]:
+        """The findings of `check` on all benches whose name has `only` in it, merged."""
+        found = {name: check(bench) for name, bench in self.benches.items() if only in name}
+        return merged([replace(f, message=f"{name}: {f.message}") for name, fs in found.items() for f in fs])
+
+
+def check_rule(
+    rule: str | Rule | Callable[..., Any],
+    *,
+    kinds: Sequence[str] | None = None,
+    how: str | None = None,
+    samples: int = 4000,
+    level: float = 1e-6,
+    seed: int = 0,
+    progress: Say | None = None,
+) -> Report:
+    """Everything that can be asked of a verification rule.
+
+    rule: a chain function (p (B, K+1, V), q (B, K, V), drafted (B, K), rng) -> accepted (B,), token (B,); a tree
+        function (p (B, N, V), q (B, N, V), tokens (B, N), tree, rng) -> path (B, D+1), token (B,); a `Rule`; or the
+        name of one.
+    kinds, how: as in `Rule`, for a function that takes other drafts than a ratio test does.
+    samples, level, seed: of the sampled part, as for `judge`. progress: called with the name of each check.
+
+    Enumerates outputs of three tokens on chains of one and two draft tokens and, for rules of trees, on siblings;
+    samples the generator itself, in batches; asks that p = q be accepted throughout. A rule that raises, returns other
+    shapes, dtypes or ranges, changes its arguments or draws from a global generator is told so.
+    """
+    for name, value, least in (("samples", samples, 1), ("seed", seed, 0)):
+        check_integer(name, value, least)
+    found = as_rule(rule, kinds, how)
+    bench = _bench(guarded(found), samples, level, seed)
+    findings = run_checks(bench, CHECKS_OF_RULES, progress or (lambda name: None))
+    failed = frozenset(f.check for f in findings if not f.ok)
+    causes: tuple[str, ...] = ()
+    if failed and CONTRACT not in failed:
+        causes = (*rules_like(bench.rule, bench.trees), *_faults(bench.rule)) or likely_causes(failed)
+    return Report(f"rule {found.name}", tuple(findings), causes, seed, level)
+
+
+def _bench(rule: Rule, samples: int, level: float, seed: int) -> RuleBench:
+    trees = [Tree.chain(1), Tree.chain(2)]
+    if rule.tree is not None and rule.kinds - {"chain"}:
+        trees += [Tree.branching([2]), Tree.from_parents([-1, 0, 0, 1])]
+    benches = {}
+    for words, models in CASES.items():
+        for tree in trees:
+            name = f"{'chain' if tree.is_chain else 'siblings'} of {tree.size - 1}, {words}"
+            run = adapt(assemble(rule=rule, tree=tree))
+            benches[name] = Bench(run, models, samples=samples, level=level / 4, seed=seed)
+    return RuleBench(rule, tuple(trees), benches)
+
+
+def merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Of each check the first two findings that failed, or one that speaks for all."""
+    by_check: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_check.setdefault(finding.check, []).append(finding)
+    out = []
+    for found in by_check.values():
+        failed = [finding for finding in found if not finding.ok]
+        whole = (
+            replace(found[0], message=f"{len(found)} cases, such as {found[0].message}") if len(found) > 1 else found[0]
+        )
+        out += failed[:2] or [whole]
+    return out
+
+
+def _unfiltered(bench: Bench) -> Bench:
+    """At temperature 1 and without a stop token: filters are not a rule's business, and zeros are in the laws."""
+    return replace(bench, run=replace(bench.run, samples_with=False, stops=False))
+
+
+def contract(bench: RuleBench) -> list[Finding]:
+    """Shapes, dtypes and ranges, over lengths that reach the empty draft, and rows that are absent, by float type."""
+    bench.each(lambda one: handling(_unfiltered(one)))
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        for B in (1, 3):
+            p, q = torch.rand(2, B, 3, 4, generator=generator, dtype=torch.float64).softmax(-1).to(dtype)
+            tokens = torch.randint(4, (B, 3), generator=generator)
+            tokens[0, 2] = -1  # an absent node: no law, never accepted
+            q[0, 2] = 0.0
+            q[:, 0] = 0.0
+            rng = _Fixed(B)
+            path, _ = bench.rule.verify(p, q, tokens, Tree.chain(2), rng)
+            if 2 in path[0].tolist():
+                raise ContractError("it accepts an absent node, of token -1 and with a q of zeros")
+    return [Finding(CONTRACT, True, "shapes, dtypes and ranges; no argument is changed, no global generator is used")]
+
+
+class _Fixed:
+    """An `rng` of which every coin of a positive probability passes and every pick is the likeliest."""
+
+    def __init__(self, rows: int) -> None:
+        self.keys = list(range(rows))
+
+    def flip(self, prob: torch.Tensor) -> torch.Tensor:
+        if bool(prob.isnan().any()):
+            raise ContractError("it flips a coin of probability NaN (0 / 0 where q(x) is 0?)")
+        return prob > 0
+
+    def pick(self, weights: torch.Tensor, at: Sequence[int] | None = None) -> torch.Tensor:
+        if bool(weights.isnan().any()) or bool((weights < 0).any()) or bool((weights.sum(-1) <= 0).any()):
+            raise ContractError(f"it draws from weights that are no law: {weights[0].tolist()}")
+        return weights.argmax(-1)
+
+
+def _exact(bench: RuleBench) -> list[Finding]:
+    return bench.each(lambda one: enumerated(_unfiltered(one)))
+
+
+def _greedy(bench: RuleBench) -> list[Finding]:
+    return bench.each(greedy)
+
+
+def _sampled(bench: RuleBench) -> list[Finding]:
+    last = list(bench.benches)[len(bench.trees) - 1]
+    return bench.each(lambda one: sampled(_unfiltered(one)), last.split(",")[0])
+
+
+def _rows(bench: RuleBench) -> list[Finding]:
+    return bench.each(rows, "chain of 2, laws that")
+
+
+def _efficiency(bench: RuleBench) -> list[Finding]:
+    """p = q is accepted throughout, by a rule that looks at q; and how many tokens a step yields."""
+    tree = bench.trees[1]
+    law = step_law(bench.rule, tree)
+    tokens = sum(len(emitted) * prob for (_, _, emitted), prob in law.items())
+    right = sum(len(out) * prob for (_, _, out), prob in step_law(RULES["token"], tree).items())
+    words = f"{tokens:.3f} tokens a step with two draft tokens, the token rule {right:.3f}"
+    if not bench.rule.needs_q:
+        return [Finding(EFFICIENCY, True, words)]
+    same = step_law(bench.rule, tree, (MARKOV[0], MARKOV[0]))
+    whole = sum(prob for (_, path, _), prob in same.items() if len(path) == 3)
+    if whole < 1 - 1e-9:
+        return [Finding(EFFICIENCY, False, f"with p = q only {whole:.3f} of the drafts are accepted whole; {words}")]
+    return [Finding(EFFICIENCY, True, f"p = q is accepted throughout; {words}")]
+
+
+def _faults(rule: Rule) -> list[str]:
+    """In words, for a rule that looks at q (for others a ratio is no measure)."""
+    if not rule.needs_q:
+        return []
+    found = faults(rule)
+    return found or ["one draft token alone is verified rightly; the fault is in how several go together"]
+
+
+CHECKS_OF_RULES: dict[str, Callable[[Any], list[Finding]]] = {
+    "contract": contract,
+    "exact law": _exact,
+    "greedy law": _greedy,
+    "samples": _sampled,
+    "rows of a batch": _rows,
+    "efficiency": _efficiency,
+}
