@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from minispec.inputs import check_integer
 from minispec.lab.causes import likely_causes
 from minispec.lab.family import sampled_findings
@@ -18,7 +16,6 @@ from minispec.lab.output import Tokens, cut, cut_law
 from minispec.lab.parts import Adapted, FullDecoder, adapt
 from minispec.lab.report import (
     CACHE,
-    CONTRACT,
     EFFICIENCY,
     EXACT,
     GREEDY,
@@ -32,11 +29,11 @@ from minispec.lab.report import (
     Report,
 )
 from minispec.lab.statistics import two_sample
+from minispec.lab.suite import Say, Suite
 from minispec.lab.watch import SAME, Pass, Watched, cache_error, draft_error, first_in_step
 from minispec.model import LanguageModel
 from minispec.sampling import Sampling
 
-Say = Callable[[str], object]
 PROMPT = (0, 1, 2, 0, 1)
 FILTERED = Sampling(top_p=0.8)
 LEAVES = 5000
@@ -89,34 +86,33 @@ def check_decoder(
 
     Raises `TypeError`/`ValueError` for arguments out of range; what the decoder raises becomes a finding.
     """
+    options = {"models": models, "prompt": prompt, "length": length, "samples": samples, "level": level, "seed": seed}
+    return decoder_suite(decoder, **options).report(progress)  # type: ignore[arg-type]
+
+
+def decoder_suite(
+    decoder: FullDecoder,
+    *,
+    models: tuple[LanguageModel, LanguageModel] | None = None,
+    prompt: Sequence[int] = PROMPT,
+    length: int = 4,
+    samples: int | None = None,
+    level: float = 1e-6,
+    seed: int = 0,
+) -> Suite:
+    """The checks of `check_decoder`, to be run one by one."""
     run = adapt(decoder)
     samples = (4000 if run.batched else 1000) if samples is None else samples
-    for name, value, least in (("length", length, 1), ("samples", samples, 1), ("seed", seed, 0)):
+    for name, value, least in (("length", length, 1), ("samples", samples, 2), ("seed", seed, 0)):
         check_integer(name, value, least)
-    found = random_pair() if models is None else models
-    bench = Bench(run, found, tuple(prompt), length, samples, level, seed)
-    findings = run_checks(bench, CHECKS_OF_DECODERS, progress or (lambda name: None))
-    failed = frozenset(f.check for f in findings if not f.ok)
-    return Report(
-        getattr(decoder, "__name__", "decoder"),
-        tuple(findings),
-        likely_causes(failed, [f.check for f in findings]),
-        seed,
-        level,
-    )
+    bench = Bench(run, random_pair() if models is None else models, tuple(prompt), length, samples, level, seed)
+    subject = f"decoder {getattr(decoder, '__name__', type(decoder).__name__)}"
+    return Suite(subject, bench, CHECKS_OF_DECODERS, explain, seed, level)
 
 
-def run_checks(bench: Any, checks: dict[str, Callable[[Any], list[Finding]]], say: Say) -> list[Finding]:
-    """The findings of these checks in turn; a breach of the contract ends them."""
-    findings: list[Finding] = []
-    for name, check in checks.items():
-        say(name)
-        try:
-            with torch.inference_mode():
-                findings += check(bench)
-        except ContractError as error:
-            return [*findings, Finding(CONTRACT, False, str(error))]
-    return findings
+def explain(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """The pieces of the museum that fail like this."""
+    return likely_causes(frozenset(f.check for f in findings if not f.ok), [f.check for f in findings])
 
 
 def handling(bench: Bench) -> list[Finding]:

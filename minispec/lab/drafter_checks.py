@@ -9,18 +9,17 @@ from typing import Any
 from minispec.decode import speculate
 from minispec.drafters import Drafter
 from minispec.inputs import check_integer, default_rule
-from minispec.lab.causes import describe, likely_causes
+from minispec.lab.causes import describe
 from minispec.lab.decoder_checks import (
     PROMPT,
     Bench,
-    Say,
     cache,
     efficiency,
     enumerated,
+    explain,
     greedy,
     handling,
     rows,
-    run_checks,
     sampled,
 )
 from minispec.lab.law import exact_law, total_variation
@@ -29,6 +28,7 @@ from minispec.lab.models import random_gpt, random_pair
 from minispec.lab.museum import PIECES
 from minispec.lab.parts import MakeDrafter, adapt, assemble, make
 from minispec.lab.report import CACHE, CONTRACT, TOLD, ContractError, Finding, Report
+from minispec.lab.suite import Say, Suite
 from minispec.model import LanguageModel
 from minispec.sampling import Randomness, Rng, Sampling
 from minispec.verify import find_rule
@@ -66,29 +66,39 @@ def check_drafter(
     the target's; and each draft with that of a session which begins afresh. Raises `TypeError`/`ValueError` for
     arguments out of range; what the drafter raises becomes a finding.
     """
-    for name, value, least in (("samples", samples, 1), ("seed", seed, 0)):
+    return drafter_suite(drafter, rule=rule, samples=samples, level=level, seed=seed).report(progress)
+
+
+def drafter_suite(
+    drafter: MakeDrafter | Drafter,
+    *,
+    rule: str | None = None,
+    samples: int = 4000,
+    level: float = 1e-6,
+    seed: int = 0,
+) -> Suite:
+    """The checks of `check_drafter`, to be run one by one."""
+    for name, value, least in (("samples", samples, 2), ("seed", seed, 0)):
         check_integer(name, value, least)
     if not callable(drafter) and not hasattr(drafter, "begin"):
         raise TypeError(f"drafter must be a factory (target, draft) -> Drafter, or a Drafter, got {drafter!r}")
     models = _models(drafter)
+    if rule is not None:
+        find_rule(rule)
 
     def strict(target: LanguageModel, draft: LanguageModel) -> Strict:
         return Strict(make(drafter, target, draft), target.config.vocab_size)
 
-    name = getattr(drafter, "__name__", type(drafter).__name__)
+    subject = f"drafter {getattr(drafter, '__name__', type(drafter).__name__)}"
     try:
-        kind = strict(*models).kind
+        used = rule or default_rule(Sampling(), strict(*models).kind)
     except Exception as error:
         words = str(error) if isinstance(error, ContractError) else f"it raised {type(error).__name__}: {error}"
-        return Report(f"drafter {name}", (Finding(CONTRACT, False, words),), (), seed, level)
-    used = rule or default_rule(Sampling(), kind)
-    find_rule(used)
+        broken = [Finding(CONTRACT, False, words)]
+        return Suite(subject, None, {"contract": lambda bench: broken}, lambda findings: (), seed, level)
     run = adapt(assemble(rule=used, drafter=strict))
     bench = DrafterBench(strict, Bench(run, models, samples=samples, level=level, seed=seed), used)
-    findings = run_checks(bench, CHECKS_OF_DRAFTERS, progress or (lambda name: None))
-    failed = frozenset(f.check for f in findings if not f.ok)
-    causes = () if CONTRACT in failed else _causes(bench, findings, failed)
-    return Report(f"drafter {name}", tuple(findings), causes, seed, level)
+    return Suite(subject, bench, CHECKS_OF_DRAFTERS, lambda findings: _causes(bench, findings), seed, level)
 
 
 def _models(drafter: Any) -> tuple[LanguageModel, LanguageModel]:
@@ -186,11 +196,11 @@ def _on_decoder(check: Callable[[Bench], list[Finding]]) -> Callable[[DrafterBen
     return lambda bench: check(bench.bench)
 
 
-def _causes(bench: DrafterBench, findings: list[Finding], failed: frozenset[str]) -> tuple[str, ...]:
+def _causes(bench: DrafterBench, findings: list[Finding]) -> tuple[str, ...]:
     """Broken drafters of the museum that draw and tell the same; else what the q told looks like; else the pattern."""
     lies = next((f for f in findings if f.check == TOLD and not f.ok), None)
     if lies is None:
-        return likely_causes(failed, [f.check for f in findings])
+        return explain(findings)
     mine = _drawn_and_told(bench.make(*bench.bench.models), 1)
     same = []
     for piece in PIECES:

@@ -63,7 +63,7 @@ def assemble(
 
 def make(drafter: MakeDrafter | Drafter, target: LanguageModel, draft: LanguageModel) -> Drafter:
     """The drafter that a factory makes of these models; a drafter is itself."""
-    return cast(Drafter, drafter if hasattr(drafter, "begin") else cast(MakeDrafter, drafter)(target, draft))
+    return cast(Drafter, drafter if hasattr(drafter, "begin") else drafter(target, draft))
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from minispec.inputs import check_integer
-from minispec.lab.causes import likely_causes, rules_like
-from minispec.lab.decoder_checks import Bench, Say, enumerated, greedy, handling, rows, run_checks, sampled
+from minispec.lab.causes import rules_like
+from minispec.lab.decoder_checks import Bench, enumerated, explain, greedy, handling, rows, sampled
 from minispec.lab.parts import adapt, as_rule, assemble, guarded
 from minispec.lab.report import CONTRACT, EFFICIENCY, ContractError, Finding, Report
 from minispec.lab.step_law import MARKOV, faults, step_law, tables
+from minispec.lab.suite import Say, Suite
 from minispec.tree import Tree
 from minispec.verify import RULES, Rule
 
@@ -57,16 +58,28 @@ def check_rule(
     samples the generator itself, in batches; asks that p = q be accepted throughout. A rule that raises, returns other
     shapes, dtypes or ranges, changes its arguments or draws from a global generator is told so.
     """
-    for name, value, least in (("samples", samples, 1), ("seed", seed, 0)):
+    return rule_suite(rule, kinds=kinds, how=how, samples=samples, level=level, seed=seed).report(progress)
+
+
+def rule_suite(
+    rule: str | Rule | Callable[..., Any],
+    *,
+    kinds: Sequence[str] | None = None,
+    how: str | None = None,
+    samples: int = 4000,
+    level: float = 1e-6,
+    seed: int = 0,
+) -> Suite:
+    """The checks of `check_rule`, to be run one by one."""
+    for name, value, least in (("samples", samples, 2), ("seed", seed, 0)):
         check_integer(name, value, least)
     found = as_rule(rule, kinds, how)
     bench = _bench(guarded(found), samples, level, seed)
-    findings = run_checks(bench, CHECKS_OF_RULES, progress or (lambda name: None))
-    failed = frozenset(f.check for f in findings if not f.ok)
-    causes: tuple[str, ...] = ()
-    if failed and CONTRACT not in failed:
-        causes = (*rules_like(bench.rule, bench.trees), *_faults(bench.rule)) or likely_causes(failed)
-    return Report(f"rule {found.name}", tuple(findings), causes, seed, level)
+
+    def explain_rule(findings: list[Finding]) -> tuple[str, ...]:
+        return (*rules_like(bench.rule, bench.trees), *_faults(bench.rule)) or explain(findings)
+
+    return Suite(f"rule {found.name}", bench, CHECKS_OF_RULES, explain_rule, seed, level)
 
 
 def _bench(rule: Rule, samples: int, level: float, seed: int) -> RuleBench:
