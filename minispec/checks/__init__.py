@@ -5,7 +5,7 @@ Options (several may be given; without any the package's own rules and drafters 
     --rule FILE.py:NAME     a verification rule
     --drafter FILE.py:NAME  a drafter, or a factory of one
     --decoder FILE.py:NAME  a whole speculative decoder
-    --samples N             outputs sampled for each statistical test, default 4,000 (1,000 of a decoder called singly)
+    --samples N             outputs sampled for each statistical test, default 3,000 (500 of a decoder called singly)
     --level P               chance that a right part is accused, default 1e-6
     --seed N                to replay a failure; fresh, and printed, by default
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from minispec import EarlyExitDrafter, ModelDrafter, NGramDrafter, Tree
+from minispec import Drafter, EarlyExitDrafter, ModelDrafter, NGramDrafter, Tree
 from minispec.advanced import AdaptiveDrafter, DynamicTree
 from minispec.lab.decoder_checks import decoder_suite
 from minispec.lab.drafter_checks import drafter_suite
+from minispec.lab.models import random_gpt
 from minispec.lab.rule_checks import rule_suite
 from minispec.lab.suite import Suite
 from minispec.verify import RULES
@@ -36,14 +37,11 @@ def own_drafters() -> Iterator[tuple[str, Any]]:
     yield "n-gram", lambda target, draft: NGramDrafter(2)
     yield "adaptive", lambda target, draft: AdaptiveDrafter(draft, 2, 0.2)
     yield "dynamic tree", lambda target, draft: DynamicTree(draft, nodes=4, max_depth=2, width=2)
-    yield "early exit", early_exit
 
 
-def early_exit(target: Any, draft: Any) -> Any:
-    """The target's first layers; where it has one layer only, as when it is watched, the draft model's place is taken."""
-    inner = getattr(target, "model", target)
-    layers = inner.config.n_layer
-    return EarlyExitDrafter(inner, 1, Tree.chain(2)) if layers > 1 else ModelDrafter(draft, Tree.chain(2))
+def early_exit(target: Any, draft: Any) -> Drafter:
+    """The first of the target's two layers."""
+    return EarlyExitDrafter(target, 1, Tree.chain(2))
 
 
 def load(place: str) -> Any:
@@ -91,6 +89,8 @@ def suites(config: pytest.Config) -> list[Suite]:
         for name, make in own_drafters():
             make.__name__ = name
             found.append(drafter_suite(make, **options))
+        two_layers = random_gpt(1, block=32), random_gpt(2, block=32)
+        found.append(drafter_suite(early_exit, models=two_layers, **options))
         return found
     except (TypeError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error

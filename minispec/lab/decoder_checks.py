@@ -80,8 +80,8 @@ def check_decoder(
         enumerated); and, behind these, `sampling` (a `Sampling`) and `stop` (token ids), which are then checked
         too. `parts.assemble` makes one from a rule, a drafter or a cache.
     models: target and draft, in float64, of a vocabulary that can be enumerated; default `models.random_pair`.
-    length: tokens of a sampled output. samples: how many, default 4,000 of a decoder that takes `prompts`, 1,000 of
-        one that is called once for each. level, seed: as for `judge`.
+    length: tokens of a sampled output. samples: how many, default 3,000 of a decoder that takes `prompts`, 500 of one
+        that is called once for each. level, seed: as for `judge`.
     progress: called with the name of each check before it runs.
 
     Raises `TypeError`/`ValueError` for arguments out of range; what the decoder raises becomes a finding.
@@ -102,7 +102,7 @@ def decoder_suite(
 ) -> Suite:
     """The checks of `check_decoder`, to be run one by one."""
     run = adapt(decoder)
-    samples = (4000 if run.batched else 1000) if samples is None else samples
+    samples = (3000 if run.batched else 500) if samples is None else samples
     for name, value, least in (("length", length, 1), ("samples", samples, 2), ("seed", seed, 0)):
         check_integer(name, value, least)
     bench = Bench(run, random_pair() if models is None else models, tuple(prompt), length, samples, level, seed)

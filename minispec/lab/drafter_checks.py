@@ -33,6 +33,7 @@ from minispec.model import LanguageModel
 from minispec.sampling import Randomness, Rng, Sampling
 from minispec.verify import find_rule
 
+Models = tuple[LanguageModel, LanguageModel]
 LARGEST = 8  # tokens of a vocabulary that is enumerated
 TOLD_TV = 1e-6  # a drafter may tell its law in float32
 
@@ -49,8 +50,9 @@ class DrafterBench:
 def check_drafter(
     drafter: MakeDrafter | Drafter,
     *,
+    models: Models | None = None,
     rule: str | None = None,
-    samples: int = 4000,
+    samples: int = 3000,
     level: float = 1e-6,
     seed: int = 0,
     progress: Say | None = None,
@@ -59,21 +61,22 @@ def check_drafter(
 
     drafter: a factory (target, draft) -> `Drafter`, called with small models of the lab; or a `Drafter`, whose own
         model, if it has one, has a vocabulary of at most 8 tokens.
-    rule: the name of the rule that verifies it, default the one of its kind. samples, level, seed: of the sampled
-        part, as for `judge`. progress: called with the name of each check.
+    models: target and draft, as for `check_decoder`. rule: the name of the rule that verifies it, default the one of
+        its kind. samples, level, seed: of the sampled part, as for `judge`. progress: called with each check's name.
 
     Compares, over every outcome, the law of the drafted tokens with the q told of them; the decoder's output law with
     the target's; and each draft with that of a session which begins afresh. Raises `TypeError`/`ValueError` for
     arguments out of range; what the drafter raises becomes a finding.
     """
-    return drafter_suite(drafter, rule=rule, samples=samples, level=level, seed=seed).report(progress)
+    return drafter_suite(drafter, models=models, rule=rule, samples=samples, level=level, seed=seed).report(progress)
 
 
 def drafter_suite(
     drafter: MakeDrafter | Drafter,
     *,
+    models: Models | None = None,
     rule: str | None = None,
-    samples: int = 4000,
+    samples: int = 3000,
     level: float = 1e-6,
     seed: int = 0,
 ) -> Suite:
@@ -82,7 +85,7 @@ def drafter_suite(
         check_integer(name, value, least)
     if not callable(drafter) and not hasattr(drafter, "begin"):
         raise TypeError(f"drafter must be a factory (target, draft) -> Drafter, or a Drafter, got {drafter!r}")
-    models = _models(drafter)
+    models = _models(drafter) if models is None else models
     if rule is not None:
         find_rule(rule)
 
@@ -101,7 +104,7 @@ def drafter_suite(
     return Suite(subject, bench, CHECKS_OF_DRAFTERS, lambda findings: _causes(bench, findings), seed, level)
 
 
-def _models(drafter: Any) -> tuple[LanguageModel, LanguageModel]:
+def _models(drafter: Any) -> Models:
     """The lab's pair; with a model of the drafter's own, a target of its vocabulary."""
     if hasattr(drafter, "begin") and hasattr(drafter, "model"):
         config = drafter.model.config

@@ -41,7 +41,7 @@ def check_rule(
     *,
     kinds: Sequence[str] | None = None,
     how: str | None = None,
-    samples: int = 4000,
+    samples: int = 3000,
     level: float = 1e-6,
     seed: int = 0,
     progress: Say | None = None,
@@ -66,7 +66,7 @@ def rule_suite(
     *,
     kinds: Sequence[str] | None = None,
     how: str | None = None,
-    samples: int = 4000,
+    samples: int = 3000,
     level: float = 1e-6,
     seed: int = 0,
 ) -> Suite:

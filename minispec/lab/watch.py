@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,9 @@ class Watched:
     def __init__(self, model: LanguageModel, who: str, log: list[Pass], sharpness: float = 1.0) -> None:
         self.model, self.who, self.log, self.sharpness = model, who, log, sharpness
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)  # its layers, for drafters that share them
 
     def __call__(
         self,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from minispec.cache import KVCache
 from minispec.lab.museum.piece import cache_piece
-from minispec.lab.report import CACHE, EACH, EXACT, GREEDY, JOINT, STEPS
+from minispec.lab.report import CACHE, EACH, EXACT, GREEDY, JOINT, STEPS, ZERO
 from minispec.tree import Tree
 
 
-@cache_piece("stale cache row after a rejection", EACH, JOINT, STEPS, EXACT, GREEDY, CACHE)
+@cache_piece("stale cache row after a rejection", ZERO, EACH, JOINT, STEPS, EXACT, GREEDY, CACHE)
 class StaleRow(KVCache):
     """After a rejection the row of the rejected token stays.
 
@@ -25,17 +25,7 @@ class StaleRow(KVCache):
         self.lengths = [length + (len(path) < nodes <= old) for length, path, old in pairs]
 
 
-@cache_piece(
-    "path written before it is gathered",
-    EACH,
-    JOINT,
-    STEPS,
-    EXACT,
-    GREEDY,
-    CACHE,
-    rule="rrs",
-    tree=Tree.from_parents([-1, 0, 0, 2]),
-)
+@cache_piece("path written before it is gathered", ZERO, CACHE, rule="rrs", tree=Tree.from_parents([-1, 0, 0, 2]))
 class Overwritten(KVCache):
     """The accepted path is moved to the front slot by slot, from its end, each move reading what the last one wrote.
 

@@ -50,7 +50,7 @@ class ByNode(Around):
         return self.model(tokens, cache, positions, mask)
 
 
-@decoder_piece("position = node index in a tree", JOINT, EXACT, CACHE)
+@decoder_piece("position = node index in a tree", ZERO, EACH, JOINT, STEPS, EXACT, GREEDY, CACHE, EFFICIENCY)
 def position_of_node(
     target: LanguageModel,
     draft: LanguageModel,
@@ -118,7 +118,7 @@ class OneNoise(Randomness):
         return chosen
 
 
-@decoder_piece("noise drawn once per prompt", JOINT, STEPS, kind="sampler", bench="table")
+@decoder_piece("noise drawn once per prompt", JOINT, STEPS, kind="sampler", bench="flat")
 def noise_once(
     target: LanguageModel,
     draft: LanguageModel,
@@ -138,7 +138,7 @@ def noise_once(
     return [r.tokens for r in speculate(target, draft, prompts, rule="match", rng=rng, **options)]
 
 
-@decoder_piece("generator reseeded each step", EACH, JOINT, STEPS, kind="sampler", bench="table")
+@decoder_piece("generator reseeded each step", EACH, JOINT, STEPS, kind="sampler", bench="flat")
 def reseeded(
     target: LanguageModel,
     draft: LanguageModel,

@@ -119,7 +119,7 @@ def original_q(target: LanguageModel, draft: LanguageModel) -> Drafter:
     return changed(ModelDrafter(draft, SIBLINGS), change)
 
 
-@drafter_piece("siblings sorted after the draw", FIRST, EACH, JOINT, STEPS, EXACT, TOLD, rule="rrs")
+@drafter_piece("siblings sorted after the draw", FIRST, EACH, JOINT, EXACT, TOLD, rule="rrs")
 def resorted(target: LanguageModel, draft: LanguageModel) -> Drafter:
     """Siblings are drawn, then tried in the order of their probability.
 

@@ -20,7 +20,8 @@ class Piece:
 
     kind: "rule", "drafter", "cache", "sampler" or "decoder". part: the broken thing itself; decoder: minispec's loop
     with it, (target, draft, prompts, n, rng or seed, ...). caught_by: the checks that fail. bench: the models that it
-    is shown on: "gpt", a random pair with a memory, or "table", fixture F1, whose law does not depend on the text.
+    is shown on: "gpt", a random pair; "markov", laws written by hand that hang on the last token; or "flat", fixture
+    F1, laws that hang on nothing.
     """
 
     name: str
@@ -44,7 +45,7 @@ def rule_piece(
 
         like = RULES[rule] if rule else None
         part = as_rule(function) if like is None else as_rule(function, sorted(like.kinds), like.how)
-        PIECES.append(_piece(name, "rule", function, part, assemble(rule=part, tree=tree), caught_by))
+        PIECES.append(_piece(name, "rule", function, part, assemble(rule=part, tree=tree), caught_by, "markov"))
         return function
 
     return hang

@@ -58,7 +58,7 @@ def resample_from_p(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     return token_with(p, q, drafted, rng, rest=lambda p, q, x: p)
 
 
-@rule_piece("residual |p - q|", FIRST, EACH, JOINT, STEPS, EXACT)
+@rule_piece("residual |p - q|", ZERO, FIRST, EACH, JOINT, STEPS, EXACT, GREEDY)
 def absolute_residual(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     """The residual is normalised |p - q|, in place of max(p - q, 0).
 
@@ -77,7 +77,7 @@ def only_zeroed(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     return token_with(p, q, drafted, rng, rest=lambda p, q, x: p.scatter(1, x[:, None], 0.0) + 1e-300)
 
 
-@rule_piece("ratio inverted", FIRST, EACH, JOINT, STEPS, EXACT)
+@rule_piece("ratio inverted", ZERO, FIRST, EACH, JOINT, STEPS, EXACT, GREEDY)
 def ratio_inverted(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     """Accepts with min(1, q(x) / p(x)).
 
@@ -86,7 +86,7 @@ def ratio_inverted(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     return token_with(p, q, drafted, rng, accept=lambda p_x, q_x: q_x / p_x.clamp(min=1e-300))
 
 
-@rule_piece("accept where p >= q, no coin", FIRST, EACH, JOINT, STEPS, EXACT)
+@rule_piece("accept where p >= q, no coin", FIRST, EACH, JOINT, EXACT)
 def no_coin(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     """Accepts exactly when p(x) >= q(x).
 
@@ -95,7 +95,7 @@ def no_coin(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     return token_with(p, q, drafted, rng, accept=lambda p_x, q_x: (p_x >= q_x).to(p_x.dtype))
 
 
-@rule_piece("bonus token from the draft", EACH, JOINT, STEPS, EXACT)
+@rule_piece("bonus token from the draft", ZERO, EACH, JOINT, STEPS, EXACT)
 def bonus_from_draft(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     """When all draft tokens are accepted, the bonus token is drawn from the draft's law.
 
@@ -113,7 +113,7 @@ def bonus_by_argmax(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     return token_with(p, q, drafted, rng, bonus=lambda p, q: torch.zeros_like(p).scatter(1, p.argmax(1)[:, None], 1.0))
 
 
-@rule_piece("residual one position off", FIRST, EACH, JOINT, STEPS, EXACT)
+@rule_piece("residual one position off", EACH, JOINT, STEPS, EXACT)
 def residual_off_by_one(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     """The residual takes p from the place after the rejected token.
 

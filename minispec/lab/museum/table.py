@@ -28,12 +28,34 @@ from minispec.lab.report import (
     ZERO,
 )
 from minispec.lab.statistics import required_samples
+from minispec.lab.step_law import MARKOV
 from minispec.model import LanguageModel
 
 COLUMNS = (FIRST, EACH, JOINT, STEPS, ZERO, EXACT, GREEDY, STOP, ROWS, TOLD, CACHE, EFFICIENCY)
 SAMPLED = (FIRST, EACH, JOINT)
 RIGHT = 1e-9  # laws nearer than this are the same
 LENGTH = 3
+
+INTRODUCTION = """\
+# The museum of bugs
+
+What implementations of speculative decoding got wrong, each in a few lines of `minispec/lab/museum/`, and which check
+of `minispec.lab` catches it. The page is written by `python -m minispec.lab.museum tutorials/MUSEUM.md`, and a test
+computes the table anew and compares it with what each piece claims.
+
+**A test of the first token alone misses {first} of the {wrong} that are wrong; a test of every token, each for itself,
+misses {hidden}.** What is left shows in what tokens have to do with each other, in outputs that the target never gives,
+at temperature 0, at a stop token, in batches, or only in the cache.
+
+"""
+EXPLANATION = """
+A cross: the check fails, with the samples that `check_decoder` takes by default, of four tokens each. A number: the
+samples that chi-squared needs at level 1e-6 for power .99 on outputs of three tokens, from the enumerated law
+(`required_samples`); `never` where the law that it looks at is right; a number without a cross is more than was
+sampled. Rules are shown on laws over three tokens that hang on the last token, what misuses noise or seeds on laws that
+hang on nothing, all else on a random pair of transformers.
+
+"""
 
 
 @dataclass(frozen=True)
@@ -54,21 +76,22 @@ def models_of(piece: Piece) -> tuple[LanguageModel, LanguageModel]:
     """The target and the draft that the piece is shown on."""
     if piece.bench == "gpt":
         return random_pair()
+    if piece.bench == "markov":
+        return MARKOV
     return TableModel(rows_of(0.5, 0.3, 0.2), 32), TableModel(rows_of(0.2, 0.5, 0.3), 32)
 
 
-def examine(piece: Piece, samples: int = 4000, seed: int = 0) -> Row:
-    """Run every check on a piece."""
-    models = models_of(piece)
-    caught = set(check_decoder(piece.decoder, models=models, samples=samples, seed=seed).failed)
-    if piece.kind == "drafter":
-        caught |= {finding.check for finding in drafter_suite(piece.part).run("told law") if not finding.ok}
-    return Row(piece, frozenset(caught), needed_samples(piece, models))
+def examine(piece: Piece, seed: int = 0) -> frozenset[str]:
+    """Run every check on a piece: the names of those that fail."""
+    caught = check_decoder(piece.decoder, models=models_of(piece), seed=seed).failed
+    if piece.kind != "drafter":
+        return caught
+    return caught | {finding.check for finding in drafter_suite(piece.part).run("told law") if not finding.ok}
 
 
-def needed_samples(piece: Piece, models: tuple[LanguageModel, LanguageModel]) -> dict[str, int | None]:
+def needed_samples(piece: Piece) -> dict[str, int | None]:
     """Samples that chi-squared needs on the first token, on the best of the single tokens, and on whole outputs."""
-    run = adapt(piece.decoder)
+    run, models = adapt(piece.decoder), models_of(piece)
     if not run.enumerable:
         return {}
     wrong = exact_law(lambda rng: run(models, [PROMPT], LENGTH, rng)[0], 20_000)
@@ -91,42 +114,28 @@ def _token(law: Mapping[Tokens, float], place: int) -> dict[int, float]:
     return out
 
 
-def table(pieces: Iterable[Piece], say: Callable[[str], object] = lambda name: None, samples: int = 4000) -> list[Row]:
+def table(pieces: Iterable[Piece], say: Callable[[str], object] = lambda name: None) -> list[Row]:
     """A row for each piece; `say` hears its name before."""
     rows = []
     for piece in pieces:
         say(piece.name)
-        rows.append(examine(piece, samples))
+        rows.append(Row(piece, examine(piece), needed_samples(piece)))
     return rows
 
 
-def render(rows: Iterable[Row], samples: int = 4000) -> str:
+def render(rows: Iterable[Row]) -> str:
     """The page of the museum, in Markdown."""
     rows = list(rows)
     hidden = [row for row in rows if not row.caught_by & {FIRST, EACH} and not row.piece.lossless_but_slow]
     first = [row for row in rows if FIRST not in row.caught_by and not row.piece.lossless_but_slow]
     wrong = sum(not row.piece.lossless_but_slow for row in rows)
+    head = INTRODUCTION.format(first=len(first), wrong=wrong, hidden=len(hidden))
     lines = [
-        "# The museum of bugs",
-        "",
-        "What implementations of speculative decoding got wrong, each in a few lines of `minispec/lab/museum/`, and which",
-        "check of `minispec.lab` catches it. The page is written by `python -m minispec.lab.museum`, and a test computes it",
-        "anew and compares it with what each piece claims.",
-        "",
-        f"**A test of the first token alone misses {len(first)} of the {wrong} that change the output law; a test of every",
-        f"token, each for itself, misses {len(hidden)}.** What is left shows in what tokens have to do with each other, in",
-        "outputs that the target never gives, at temperature 0, at a stop token, in batches, or only in the cache.",
-        "",
+        *(head.splitlines()),
         "| piece | " + " | ".join(COLUMNS) + " |",
         "|---|" + "---|" * len(COLUMNS),
         *(f"| {row.piece.name} | " + " | ".join(_cell(row, check) for check in COLUMNS) + " |" for row in rows),
-        "",
-        f"A cross: the check fails, with {samples:,} samples of four tokens (1,000 of decoders called singly). With it, the number of",
-        "samples that chi-squared needs at level 1e-6 for power .99 on outputs of three tokens, computed from the",
-        "enumerated law (`required_samples`); `never` where the law that it looks at is right; a number without a cross is",
-        "more than was sampled. Bugs are shown on a random pair of models over three tokens, the two that misuse noise",
-        "and seeds on a target without memory.",
-        "",
+        *EXPLANATION.splitlines(),
     ]
     for row in rows:
         lines += [f"## {row.piece.name}", "", f"*{row.piece.kind}*. {row.piece.story}", ""]
