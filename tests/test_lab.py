@@ -32,6 +32,7 @@ from minispec.lab.family import sampled_findings
 from minispec.lab.models import mean_tv, memory_two_back
 from minispec.lab.museum import PIECES
 from minispec.lab.report import (
+    ABSENT,
     CACHE,
     CONTRACT,
     EACH,
@@ -347,19 +348,14 @@ def test_a_rule_that_raises_mutates_or_uses_another_generator_is_told_so() -> No
         torch.rand(1)
         return token_rule(p, q, drafted, rng)
 
-    def accepts_nothing_there(p, q, drafted, rng):  # type: ignore[no-untyped-def]
-        return torch.full((len(p),), drafted.shape[1]), rng.pick(p[:, -1])
-
-    def no_number(p, q, drafted, rng):  # type: ignore[no-untyped-def]
-        ratio = p[:, :-1].gather(2, drafted.clamp(min=0)[..., None]) / q.gather(2, drafted.clamp(min=0)[..., None])
-        return token_rule(p, q, drafted, rng)[0], rng.pick(p[:, 0] * (ratio.sum() * 0 + 1 if ratio.numel() else 1))
+    def no_law(p, q, drafted, rng):  # type: ignore[no-untyped-def]
+        return token_rule(p, q, drafted, rng)[0], rng.pick(p[:, 0] * 0)
 
     for rule, words in (
         (raises, "it raised IndexError for inputs of shapes"),
         (mutates, "it changed p, which it was given"),
         (own_coins, "torch's global generator"),
-        (accepts_nothing_there, "accepts an absent node"),
-        (no_number, "weights that are no law"),
+        (no_law, "weights"),
     ):
         report = check_rule(rule, samples=100)
         assert report.failed == {CONTRACT}, str(report)
@@ -370,6 +366,18 @@ def test_a_rule_that_raises_mutates_or_uses_another_generator_is_told_so() -> No
         check_rule(lambda p, q: 0)
     with pytest.raises(ValueError, match="rule must be one of"):
         check_rule("tokens")
+
+
+def test_absent_draft_tokens_are_not_to_be_accepted() -> None:
+    def divides(p, q, drafted, rng):  # type: ignore[no-untyped-def]
+        x = drafted[..., None] % 3
+        accept = rng.flip((p[:, :-1].gather(2, x) / q.gather(2, x))[..., 0].clamp(max=1))
+        a = accept.long().cumprod(1).sum(1)
+        return token_rule(p, q, torch.where(torch.arange(drafted.shape[1]) < a[:, None], drafted, -1), rng)
+
+    report = check_rule(divides, samples=100)
+    assert ABSENT in report.failed
+    assert CONTRACT not in report.failed
 
 
 def test_a_lossless_rule_that_wastes_drafts_is_slow_and_nothing_else() -> None:

@@ -5,12 +5,14 @@ In a run that does not ask for `minispec.checks` it adds one fixture, whose body
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 SUITE = "minispec.checks"
+VERDICT = "minispec verdict"
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: Sequence[str]) -> None:
@@ -24,6 +26,36 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     group.addoption("--samples", type=int, default=None, metavar="N", help="outputs sampled for each test")
     group.addoption("--level", type=float, default=1e-6, metavar="P", help="chance that a right part is accused")
     group.addoption("--seed", type=int, default=None, metavar="N", help="replay a run; fresh by default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load what is to be checked before anything is collected, so that a wrong name is a usage error."""
+    if not asked(config):
+        return
+    import torch
+
+    from minispec.checks.parts import SUITES, suites
+
+    torch.set_num_threads(1)  # the models are tiny
+    if config.option.seed is None:
+        config.option.seed = secrets.randbelow(10**6)
+    config.stash[SUITES] = suites(config)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"minispec: replay with --seed {config.option.seed}" if asked(config) else None
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for report in terminalreporter.stats.get("passed", []) if asked(config) else []:  # what failed has said so already
+        for key, text in report.user_properties:
+            if key == VERDICT:
+                terminalreporter.write_line(str(text))
+
+
+def asked(config: pytest.Config) -> bool:
+    """Whether this run is one of the suite: only then do the options exist."""
+    return all(hasattr(config.option, name) for name in ("rule", "drafter", "decoder", "seed"))
 
 
 @pytest.fixture

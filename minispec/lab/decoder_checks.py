@@ -36,7 +36,7 @@ from minispec.sampling import Sampling
 
 PROMPT = (0, 1, 2, 0, 1)
 FILTERED = Sampling(top_p=0.8)
-LEAVES = 5000
+LEAVES = 3000
 EXACT_TV = 1e-10
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 # The checks, by the name under which findings, museum pieces and reports speak of them.
 CONTRACT = "contract"  # shapes, dtypes, ranges, untouched arguments, no exception
+ABSENT = "absent draft tokens"  # token -1, q of zeros: never accepted, and then p is what is left
 LENGTH = "length"  # exactly as many tokens as asked for
 STOP = "stop token"  # nothing after it
 SEEDS = "seeds"  # one seed, one output; other seeds, other outputs
@@ -23,7 +24,7 @@ CACHE = "cache against prefill"  # cached logits are those of an uncached pass
 EFFICIENCY = "efficiency"  # draft = target accepts everything; nothing is read twice
 
 CHECKS = (
-    *(CONTRACT, LENGTH, STOP, SEEDS, ZERO, FIRST, EACH, JOINT, STEPS),
+    *(CONTRACT, ABSENT, LENGTH, STOP, SEEDS, ZERO, FIRST, EACH, JOINT, STEPS),
     *(EXACT, GREEDY, TOLD, ROWS, CACHE, EFFICIENCY),
 )
 HARMLESS = frozenset({EFFICIENCY, CACHE})  # what these alone find leaves the law as it is, and costs time

@@ -12,9 +12,10 @@ from minispec.inputs import check_integer
 from minispec.lab.causes import rules_like
 from minispec.lab.decoder_checks import Bench, enumerated, explain, greedy, handling, rows, sampled
 from minispec.lab.parts import adapt, as_rule, assemble, guarded
-from minispec.lab.report import CONTRACT, EFFICIENCY, ContractError, Finding, Report
+from minispec.lab.report import ABSENT, CONTRACT, EFFICIENCY, ContractError, Finding, Report
 from minispec.lab.step_law import MARKOV, faults, step_law, tables
 from minispec.lab.suite import Say, Suite
+from minispec.sampling import Randomness
 from minispec.tree import Tree
 from minispec.verify import RULES, Rule
 
@@ -116,21 +117,36 @@ def _unfiltered(bench: Bench) -> Bench:
 
 
 def contract(bench: RuleBench) -> list[Finding]:
-    """Shapes, dtypes and ranges, over lengths that reach the empty draft, and rows that are absent, by float type."""
+    """Shapes, dtypes and ranges, over lengths that reach the empty draft, in both float types and in batches."""
     bench.each(lambda one: handling(_unfiltered(one)))
-    generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.float64):
         for B in (1, 3):
-            p, q = torch.rand(2, B, 3, 4, generator=generator, dtype=torch.float64).softmax(-1).to(dtype)
-            tokens = torch.randint(4, (B, 3), generator=generator)
-            tokens[0, 2] = -1  # an absent node: no law, never accepted
-            q[0, 2] = 0.0
-            q[:, 0] = 0.0
-            rng = _Fixed(B)
-            path, _ = bench.rule.verify(p, q, tokens, Tree.chain(2), rng)
-            if 2 in path[0].tolist():
-                raise ContractError("it accepts an absent node, of token -1 and with a q of zeros")
+            p, q, tokens = _random_step(B, dtype)
+            bench.rule.verify(p, q, tokens, Tree.chain(2), Randomness(0, B))
     return [Finding(CONTRACT, True, "shapes, dtypes and ranges; no argument is changed, no global generator is used")]
+
+
+def absent(bench: RuleBench) -> list[Finding]:
+    """A row whose draft is shorter: token -1, q all zeros."""
+    for place in (2, 1):
+        p, q, tokens = _random_step(1, torch.float64)
+        tokens[:, place:], q[:, place:] = -1, 0.0
+        q[:, :place], p[:, :place] = 1 / 4, 1 / 4  # what is there is accepted
+        try:
+            path, _ = bench.rule.verify(p, q, tokens, Tree.chain(2), _Fixed(1))
+        except ContractError as error:
+            return [Finding(ABSENT, False, str(error))]
+        if place in path[0].tolist():
+            return [Finding(ABSENT, False, "it accepts one (p / 0 where q is all zeros?)")]
+    return [Finding(ABSENT, True, "never accepted")]
+
+
+def _random_step(B: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Laws p and q (B, 3, 4) and tokens (B, 3) of a chain of two."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, B, 3, 4, generator=generator, dtype=torch.float64).softmax(-1).to(dtype)
+    q[:, 0] = 0.0
+    return p, q, torch.randint(4, (B, 3), generator=generator)
 
 
 class _Fixed:
@@ -193,6 +209,7 @@ def _faults(rule: Rule) -> list[str]:
 
 CHECKS_OF_RULES: dict[str, Callable[[Any], list[Finding]]] = {
     "contract": contract,
+    "absent draft tokens": absent,
     "exact law": _exact,
     "greedy law": _greedy,
     "samples": _sampled,

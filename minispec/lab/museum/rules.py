@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minispec.lab.museum.piece import rule_piece
-from minispec.lab.report import EACH, EXACT, FIRST, JOINT, STEPS
+from minispec.lab.report import EACH, EXACT, FIRST, GREEDY, JOINT, STEPS, ZERO
 from minispec.sampling import Rng
 from minispec.tree import Tree
 from minispec.verify import count_accepted, match, residual
