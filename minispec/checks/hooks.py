@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 SUITE = "minispec.checks"
-VERDICT = "minispec verdict"
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: Sequence[str]) -> None:
@@ -47,7 +46,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for report in terminalreporter.stats.get("passed", []) if asked(config) else []:  # what failed has said so already
+    if not asked(config):
+        return
+    from minispec.checks.parts import VERDICT
+
+    for report in terminalreporter.stats.get("passed", []):  # what failed has said so already
         for key, text in report.user_properties:
             if key == VERDICT:
                 terminalreporter.write_line(str(text))

@@ -21,6 +21,7 @@ from minispec.verify import RULES
 
 KINDS: dict[str, Callable[..., Suite]] = {"rule": rule_suite, "drafter": drafter_suite, "decoder": decoder_suite}
 SUITES = pytest.StashKey[list[Suite]]()
+VERDICT = "minispec verdict"  # under which a test hands its suite's verdict to the terminal
 
 
 def own_drafters() -> Iterator[tuple[str, Any]]:

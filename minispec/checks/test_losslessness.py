@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from minispec.checks.hooks import VERDICT
+from minispec.checks.parts import VERDICT
 from minispec.lab.suite import Suite
 
 
