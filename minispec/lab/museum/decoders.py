@@ -105,17 +105,39 @@ def bonus_unfiltered(
 class OneNoise(Randomness):
     """Draws with noise that was drawn once."""
 
-    noise: Tensor | None = None
+    def __init__(self, seed: int, rows: int, vocabulary: int) -> None:
+        super().__init__(seed, rows)
+        generator = torch.Generator().manual_seed(seed)
+        self.noise = torch.empty(rows, vocabulary, dtype=torch.float64).exponential_(generator=generator)
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
-        if self.noise is None:
-            self.noise = torch.empty(weights.shape, dtype=weights.dtype).exponential_(generator=self._generator)
         return (weights / self.noise).argmax(-1)
 
     def select(self, rows: Sequence[int]) -> Randomness:
         chosen = super().select(rows)
-        chosen.noise = None if self.noise is None else self.noise[list(rows)]  # type: ignore[attr-defined]
+        chosen.noise = self.noise[list(rows)]  # type: ignore[attr-defined]
         return chosen
+
+
+class Restarted:
+    """Randomness that begins again when it is told to."""
+
+    def __init__(self, seed: int, rows: int) -> None:
+        self.seed, self.keys = seed, list(range(rows))
+        self.restart()
+
+    def restart(self) -> None:
+        self.rng = Randomness(self.seed, len(self.keys))
+
+    def flip(self, prob: Tensor) -> Tensor:
+        return self.rng.flip(prob)
+
+    def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
+        return self.rng.pick(weights, at=at)
+
+    def select(self, rows: Sequence[int]) -> Restarted:
+        self.keys = [self.keys[row] for row in rows]
+        return self
 
 
 @decoder_piece("noise drawn once per prompt", JOINT, STEPS, kind="sampler", bench="flat")
@@ -134,7 +156,7 @@ def noise_once(
     the same words come back throughout.
     """
     options: dict[str, Any] = {"max_new_tokens": n, "draft_len": 2, "sampling": sampling, "stop": stop}
-    rng = OneNoise(seed, len(prompts))
+    rng = OneNoise(seed, len(prompts), target.config.vocab_size)
     return [r.tokens for r in speculate(target, draft, prompts, rule="match", rng=rng, **options)]
 
 
@@ -152,13 +174,13 @@ def reseeded(
 
     "For reproducibility". The first step is right, and every later one plays it again.
     """
-    rng = Randomness(seed, len(prompts))
+    rng = Restarted(seed, len(prompts))
 
     def spoil(session: ModelSession, sampling: Sampling) -> None:
         propose = session.propose
 
         def seeded(new_tokens: Sequence[Prompt], depth_limit: Prompt, here: Rng) -> Draft:
-            rng._generator.manual_seed(seed)
+            rng.restart()
             return propose(new_tokens, depth_limit, here)
 
         session.propose = seeded  # type: ignore[method-assign, assignment]
