@@ -67,9 +67,16 @@ def exact_law(fn: Callable[[Rng], Output], max_leaves: int = 100_000) -> dict[Ou
 
 @torch.inference_mode()
 def target_law(
-    target: LanguageModel, prompt: Sequence[int], length: int, sampling: Sampling | None = None
+    target: LanguageModel,
+    prompt: Sequence[int],
+    length: int,
+    sampling: Sampling | None = None,
+    largest: int = 1_000_000,
 ) -> dict[tuple[int, ...], float]:
-    """{(x_1, ..., x_length): probability} of plain sampling, from uncached passes over every prefix."""
+    """{(x_1, ..., x_length): probability} of plain sampling, from uncached passes over every prefix.
+
+    Raises `ValueError` once there are more than `largest` outputs.
+    """
     sampling = Sampling() if sampling is None else sampling
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
@@ -82,6 +89,11 @@ def target_law(
             for x, p in enumerate(row)
             if p > 0
         }
+        if len(law) > largest:
+            raise ValueError(
+                f"the target's law has more than {largest} outputs of {length} tokens: fewer tokens, a smaller "
+                "vocabulary, or a plain decoder to compare with in place of the law"
+            )
     return law
 
 
