@@ -5,8 +5,8 @@
     python tests/mutation.py --sample 100        # of a hundred, drawn at random
     python tests/mutation.py --listed            # only those that MUTANTS.md lists as survivors
 
-Each mutant is one small change of the source. A child process, forked from one that has already loaded torch, runs
-`pytest -m core` on it until the first failure. Mutants that survive must be listed in MUTANTS.md, with the reason;
+Each mutant is one small change of the source. pytest collects the core tests once; then, for every mutant, a child
+process is forked, makes the change and runs the tests until the first failure. Mutants that survive must be listed in MUTANTS.md, with the reason;
 any other survivor makes the exit status 1. Needs `os.fork`: not on Windows.
 
 Why not mutmut or cosmic-ray: the first leaves functions with decorators alone (half of tree.py), the second starts
@@ -17,29 +17,28 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import copy
-import importlib.machinery
+import json
 import os
 import random
 import re
+import select
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 MODULES = ("verify", "sampling", "cache", "tree")
-FIRST = {  # the test files that know most of a module, which therefore run first
-    "verify": ["test_verify.py", "test_core.py", "test_trees.py"],
-    "sampling": ["test_sampling.py", "test_core.py", "test_verify.py"],
-    "cache": ["test_cache.py", "test_core.py"],
-    "tree": ["test_trees.py", "test_core.py", "test_cache.py"],
-}
 
 # --- the mutants -------------------------------------------------------------------------------------------
 
@@ -83,8 +82,18 @@ class Mutant:
 
     module: str
     line: int
+    where: str  # the function, dotted; "" at the top of the module
     name: str
-    tree: ast.Module
+    change: Callable[[], ast.Module]
+
+    @property
+    def function(self) -> str:
+        return f"{self.module}.{self.where}" if self.where else self.module
+
+    @property
+    def inside(self) -> bool:
+        """Whether it lies in a function (functions are in lower case here, classes are not)."""
+        return self.where.split(".")[-1].strip("_")[:1].islower()
 
     @property
     def key(self) -> str:
@@ -132,7 +141,8 @@ def other_constants(value: object) -> Iterator[ast.AST]:
         yield ast.Constant(not value)
     elif isinstance(value, (int, float)):
         yield ast.Constant(value + 1)
-        yield ast.Constant(value - 1 if isinstance(value, int) else value / 2)
+        if value > 0:  # -1 for 0 is mostly another name of the same place, as in x[..., 0]
+            yield ast.Constant(value - 1 if isinstance(value, int) else value / 2)
     elif isinstance(value, str):
         yield ast.Constant(value + "x")
 
@@ -192,23 +202,20 @@ def passive(node: ast.AST) -> bool:
 
 
 def mutants_of(module: str) -> list[Mutant]:
-    """Every mutant of a module that compiles to other code than the original."""
-    source = (ROOT / "minispec" / f"{module}.py").read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    original, found, seen = ast.dump(tree), [], Counter[str]()
+    """Every mutant of a module whose code is another than the original's."""
+    tree = ast.parse((ROOT / "minispec" / f"{module}.py").read_text(encoding="utf-8"))
+    found, seen = [], Counter[str]()
     for parent, field, index, node, where in list(sites(tree)):
         for new in list(variants(node)):
-            before = after = "" if new is None else ast.unparse(ast.fix_missing_locations(new))
-            before = first_line(ast.unparse(node))
-            after = "(deleted)" if new is None else first_line(after)
-            stand_in = ast.copy_location(ast.Pass() if new is None else new, node)
-            changed = replaced(tree, parent, field, index, stand_in)
-            if ast.dump(changed) == original:
+            stand_in = ast.fix_missing_locations(ast.copy_location(ast.Pass() if new is None else new, node))
+            if ast.dump(stand_in) == ast.dump(node):
                 continue
-            name = f"{where}: {before} -> {after}".removeprefix(": ")
+            after = "(deleted)" if new is None else first_line(ast.unparse(stand_in))
+            name = f"{where}: {first_line(ast.unparse(node))} -> {after}".removeprefix(": ")
             seen[name] += 1
             name += f" #{seen[name]}" if seen[name] > 1 else ""
-            found.append(Mutant(module, getattr(node, "lineno", 0), name, changed))
+            change = partial(replaced, tree, parent, field, index, stand_in)
+            found.append(Mutant(module, getattr(node, "lineno", 0), where, name, change))
     return found
 
 
@@ -232,45 +239,170 @@ def replaced(tree: ast.Module, parent: ast.AST, field: str, index: int | None, n
 # --- one run -----------------------------------------------------------------------------------------------
 
 
-def survives(mutant: Mutant | None, timeout: float) -> str:
-    """ "survived", "killed" or "timeout" of the core tests in a forked child; None stands for the original."""
-    child = os.fork()
-    if child == 0:
-        status = 3
-        try:
-            status = run_tests(mutant)
-        finally:
-            os._exit(status)
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
+class Loop:
+    """A pytest plugin: once the core tests are collected, each mutant gets a child process that runs them.
+
+    The child puts the changed code into the functions and tables that are already there, so that nothing is imported
+    or collected again. It runs the tests that killed most of this function's mutants first.
+    """
+
+    def __init__(self, mutants: list[Mutant], known: set[str]) -> None:
+        self.mutants, self.known = mutants, known
+        self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # of a module, and of a function in it
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.new, self.failed, self.sound, self.start = 0, False, True, time.monotonic()
+        self.calls: dict[str, set[str]] = {}  # by test, what the first run, of the original, shows
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed = self.failed or report.failed
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        start = time.monotonic()
+        self.sound = self.survives(session.items, None, 600) is None
+        took = time.monotonic() - start
+        print(f"{len(session.items)} core tests, {took:.1f} s, {len(self.mutants)} mutants", flush=True)
+        for i, mutant in enumerate(self.mutants if self.sound else [], start=1):
+            killer = self.survives(self.chosen(session.items, mutant), mutant, 5 * took + 5)
+            outcome = "survived" if killer is None else "timeout" if killer == TIMEOUT else "killed"
+            self.outcomes[mutant.module, outcome] += 1
+            if killer is None:
+                self.new += mutant.key not in self.known
+                mark = "listed" if mutant.key in self.known else "NEW"
+                print(f"{i}/{len(self.mutants)} survived ({mark}) line {mutant.line}: {mutant.key}", flush=True)
+            else:
+                self.killers[mutant.module][killer] += 1
+                self.killers[mutant.function][killer] += 1
+        return True
+
+    def chosen(self, items: list[pytest.Item], mutant: Mutant) -> list[pytest.Item]:
+        """The tests that call the function (all, for what is no function), likely killers and quick ones first."""
+        here, near, name = self.killers[mutant.function], self.killers[mutant.module], mutant.where.split(".")[-1]
+        called = [i for i in items if f"{mutant.module}.{name}" in self.calls[i.nodeid]] if mutant.inside else items
+        return sorted(called, key=lambda i: (-here[i.nodeid], -near[i.nodeid], self.seconds[i.nodeid]))
+
+    def survives(self, items: list[pytest.Item], mutant: Mutant | None, timeout: float) -> str | None:
+        """The test that killed it, `TIMEOUT`, or None. The original (None) also tells what each test calls."""
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            said = {"killer": "the change"}
+            try:
+                said = self.run(items, mutant)
+            finally:
+                with os.fdopen(writing, "w") as pipe:
+                    json.dump(said, pipe)
+                os._exit(0)
+        os.close(writing)
+        ready, _, _ = select.select([reading], [], [], timeout)
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+        with os.fdopen(reading) as pipe:
+            text = pipe.read()
+        os.waitpid(child, 0)
+        said = json.loads(text) if text else {"killer": TIMEOUT if not ready else "a crash"}
+        if mutant is None:
+            self.seconds = said.get("seconds", {})
+            self.calls = {test: set(names) for test, names in said.get("calls", {}).items()}
+        killer: str | None = said["killer"]
+        return killer
+
+    def run(self, items: list[pytest.Item], mutant: Mutant | None) -> dict[str, Any]:
+        """In the child: the first test that fails."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1), os.dup2(nowhere, 2)
+        if mutant is not None:
+            apply(mutant)
+        calls: dict[str, list[str]] = {}
+        seconds: dict[str, float] = {}
+        names = {str(ROOT / "minispec" / f"{module}.py"): module for module in MODULES}
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            seen: set[str] = set()
+
+            def note(frame: Any, event: str, _: Any, seen: set[str] = seen) -> None:
+                if event == "call" and frame.f_code.co_filename in names:
+                    seen.add(f"{names[frame.f_code.co_filename]}.{frame.f_code.co_name}")
+
+            start = time.perf_counter()
+            sys.setprofile(note if mutant is None else None)
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=after)
+            sys.setprofile(None)
+            calls[item.nodeid], seconds[item.nodeid] = sorted(seen), time.perf_counter() - start
+            if self.failed:
+                return {"killer": item.nodeid}
+        return {"killer": None} if mutant is not None else {"killer": None, "calls": calls, "seconds": seconds}
 
 
-def run_tests(mutant: Mutant | None) -> int:
-    import pytest
+TIMEOUT = "time-out"
 
-    files = sorted(
-        path.name for path in TESTS.glob("test_*.py") if "pytest.mark.core" in path.read_text(encoding="utf-8")
-    )
-    if mutant is not None:
-        name, code = f"minispec.{mutant.module}", compile(mutant.tree, f"{mutant.module}.py", "exec")
-        original = importlib.machinery.SourceFileLoader.get_code
 
-        def get_code(self: importlib.machinery.SourceFileLoader, fullname: str) -> object:
-            return code if fullname == name else original(self, fullname)
+def apply(mutant: Mutant) -> None:
+    """Change the module that is already imported, so that everyone who has imported from it sees the change."""
+    module = sys.modules[f"minispec.{mutant.module}"]
+    parts = mutant.function.split(".")[1:]
+    owner: Any = module
+    for name in parts[:-1]:
+        owner = vars(owner)[name]
+    found = vars(owner).get(parts[-1]) if parts else None
+    if isinstance(found, type) or found is None:
+        rebind(mutant, module)
+        return
+    function = unwrapped(found)
+    scratch = types.ModuleType(module.__name__)
+    scratch.__dict__.update(vars(module))
+    sys.modules[module.__name__] = scratch  # dataclasses look their module up
+    try:
+        exec(compile(mutant.change(), str(module.__file__), "exec"), scratch.__dict__)
+    finally:
+        sys.modules[module.__name__] = module
+    other: Any = scratch
+    for name in parts:
+        other = vars(other)[name]
+    changed = unwrapped(other)
+    function.__code__, function.__defaults__ = changed.__code__, changed.__defaults__
+    function.__kwdefaults__ = changed.__kwdefaults__
+    for cached in (module.__dict__.get("_best"), *vars(module.__dict__.get("Tree", object)).values()):
+        inner = getattr(cached, "__func__", cached)
+        if hasattr(inner, "cache_clear"):
+            inner.cache_clear()
 
-        importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
-        files.sort(key=lambda file: [*FIRST[mutant.module], file].index(file))
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        os.dup2(nowhere.fileno(), 1), os.dup2(nowhere.fileno(), 2)
-        options = ["-m", "core", "-n", "0", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-        return int(pytest.main([*options, *(str(TESTS / file) for file in files)]))
+
+def unwrapped(found: Any) -> types.FunctionType:
+    """The function inside a property, a cached property, a static method or a cache."""
+    for attribute in ("fget", "func", "__func__", "__wrapped__"):
+        found = getattr(found, attribute, None) or found
+    assert isinstance(found, types.FunctionType), found
+    return found
+
+
+def rebind(mutant: Mutant, module: types.ModuleType) -> None:
+    """Carry out the changed top-level statement in the module; a class there gives its fields' defaults only."""
+    original = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    pairs = zip(original.body, mutant.change().body, strict=True)
+    was, changed = next((before, after) for before, after in pairs if ast.dump(before) != ast.dump(after))
+    if isinstance(changed, ast.Pass):
+        for name in [
+            node.id for node in ast.walk(was) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        ]:
+            delattr(module, name)
+        return
+    space = dict(vars(module))
+    if isinstance(changed, ast.ClassDef):
+        exec(compile(ast.Module([changed], []), str(module.__file__), "exec"), space)
+        old, new = vars(module)[changed.name], space[changed.name]
+        old.__init__.__defaults__ = new.__init__.__defaults__
+        old.__init__.__kwdefaults__ = new.__init__.__kwdefaults__
+        return
+    exec(compile(ast.Module([changed], []), str(module.__file__), "exec"), space)
+    for name in [n for n, value in space.items() if n in vars(module) and vars(module)[n] is not value]:
+        old, new = vars(module)[name], space[name]
+        if isinstance(old, dict):
+            old.clear(), old.update(new)
+            continue
+        for user in list(sys.modules.values()):
+            if getattr(user, "__dict__", {}).get(name) is old:
+                setattr(user, name, new)
 
 
 def listed() -> set[str]:
@@ -279,52 +411,38 @@ def listed() -> set[str]:
     return {match.replace("\\|", "|") for match in re.findall(r"^\| `` (.*?) `` \|", text, re.MULTILINE)}
 
 
-def preload() -> None:
-    """What the tests import and no mutant changes, once for all children."""
-    sys.path[:0] = [str(ROOT), str(TESTS)]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import scipy.optimize
-    import scipy.stats  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)  # no thread pool that a fork would lose
-    assert not any(name.startswith("minispec") for name in sys.modules)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Mutation testing of the core.")
     parser.add_argument("--module", choices=MODULES, action="append", help="only this one (may be repeated)")
     parser.add_argument("--sample", type=int, help="only so many, drawn at random")
     parser.add_argument("--listed", action="store_true", help="only the survivors that MUTANTS.md lists")
     parser.add_argument("--match", help="only those whose name holds this text")
+    parser.add_argument(
+        "--names", type=Path, help="only those named in this file, one a line (an earlier output will do)"
+    )
     options = parser.parse_args()
-    mutants = [m for module in options.module or MODULES for m in mutants_of(module)]
-    known = listed()
+    mutants, known = [m for module in options.module or MODULES for m in mutants_of(module)], listed()
     if options.listed:
         mutants = [m for m in mutants if m.key in known]
     if options.match:
         mutants = [m for m in mutants if options.match in m.key]
+    if options.names:
+        wanted = {line.split(": ", 1)[-1] for line in options.names.read_text(encoding="utf-8").splitlines()}
+        mutants = [m for m in mutants if m.key in wanted]
     if options.sample:
         mutants = random.Random(0).sample(mutants, min(options.sample, len(mutants)))
-    preload()
-    start = time.monotonic()
-    if survives(None, 120) != "survived":
+    loop = Loop(mutants, known)
+    sys.path[:0] = [str(ROOT), str(TESTS)]
+    files = [str(path) for path in sorted(TESTS.glob("test_*.py")) if MARK in path.read_text(encoding="utf-8")]
+    pytest.main(["-m", "core", "-n", "0", "-q", "-s", "-p", "no:cacheprovider", "--no-summary", *files], [loop])
+    if not loop.sound:
         print("the core tests fail on the unchanged source: pytest -m core -n 0")
         return 2
-    limit = 10 * (time.monotonic() - start) + 5
-    outcomes: Counter[tuple[str, str]] = Counter()
-    new = 0
-    for i, mutant in enumerate(mutants, start=1):
-        outcome = survives(mutant, limit)
-        outcomes[mutant.module, outcome] += 1
-        if outcome == "survived":
-            new += mutant.key not in known
-            mark = "listed" if mutant.key in known else "NEW"
-            print(f"{i}/{len(mutants)} survived ({mark}) line {mutant.line}: {mutant.key}", flush=True)
-    print(summary(outcomes, time.monotonic() - start))
-    return 1 if new else 0
+    print(summary(loop.outcomes, time.monotonic() - loop.start))
+    return 1 if loop.new else 0
+
+
+MARK = "pytest.mark." + "core"  # in two parts, as this file has no tests
 
 
 def summary(outcomes: Counter[tuple[str, str]], seconds: float) -> str:

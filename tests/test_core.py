@@ -40,13 +40,14 @@ class Laws:
         return self.known[prefix]
 
 
-def draw(tree: Tree, q: Laws, how: str, rng: Rng) -> tuple[Tensor, Tensor]:
-    """Tokens (1, N), -1 where no sibling was left, and the law of each (1, N, V)."""
+def draw(tree: Tree, q: Laws, how: str, rng: Rng, limit: int = 9) -> tuple[Tensor, Tensor]:
+    """Tokens (1, N), -1 where no sibling was left or deeper than `limit`, and the law of each (1, N, V)."""
     tokens, laws = [0], [torch.zeros(q.vocab, dtype=torch.float64)]
     prefixes: list[tuple[int, ...] | None] = [()]
     left: dict[int, Tensor] = {}
     for parent in tree.rows[0][1:]:
         prefix = prefixes[parent]
+        prefix = None if prefix is None or len(prefix) >= limit else prefix
         law = torch.zeros(q.vocab, dtype=torch.float64) if prefix is None else left.get(parent, q(prefix))
         if prefix is None or law.sum() == 0:
             tokens.append(-1), laws.append(torch.zeros_like(law)), prefixes.append(None)
@@ -69,13 +70,13 @@ def targets(tree: Tree, tokens: Tensor, p: Laws) -> Tensor:
 
 
 def joint(
-    rule: str, tree: Tree, how: str, seed: int
+    rule: str, tree: Tree, how: str, seed: int, limit: int = 9
 ) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]:
     """The exact law of depth + 1 tokens that one step and p after it give, and the law that they should have."""
     p, q, length = Laws(seed), Laws(seed + 100), tree.max_depth + 1
 
     def run(rng: Rng) -> tuple[int, ...]:
-        tokens, laws = draw(tree, q, how, rng)
+        tokens, laws = draw(tree, q, how, rng, limit)
         path, last = RULES[rule].verify(targets(tree, tokens, p), laws, tokens, tree, rng)
         kept = [int(tokens[0, node]) for node in path[0, 1:].tolist() if node >= 0]
         return (*kept, int(last[0]))
@@ -117,6 +118,14 @@ def test_exact_joint_law(rule: str, shape: list[int], how: str, seed: int) -> No
     assert sum(law.values()) == pytest.approx(1, abs=1e-10)
 
 
+@pytest.mark.parametrize("limit", [0, 1])
+@pytest.mark.parametrize("rule", ["token", "block", "match", "rrs"])
+def test_exact_joint_law_where_the_draft_is_cut_short(rule: str, limit: int) -> None:
+    law, want = joint(rule, Tree.chain(2), "without", 7, limit)
+    for xs, prob in want.items():
+        assert law.get(xs, 0.0) == pytest.approx(prob, abs=1e-10), xs
+
+
 def test_block_accepts_what_its_paper_says() -> None:
     """Two tokens, p = (1/3, 2/3), q the reverse, K = 2: 11/9 accepted in expectation, where token has 10/9 (F7)."""
     p, q = (torch.tensor(x, dtype=torch.float64) / 3 for x in ([1, 2], [2, 1]))
@@ -135,6 +144,9 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(rule) -> None:  # type: i
     p = torch.tensor([[[0.5, 0.3, 0.2]] * 4], dtype=torch.float64)
     law = exact_law(lambda rng: int(rule(p, p[:, :3], torch.tensor([[2, 0, 1]]), rng)[0]))
     assert law == {3: pytest.approx(1.0)}
+    rng = Coins(0.5)
+    rule(p, p[:, :3], torch.tensor([[2, 0, 1]]), rng)
+    assert torch.allclose(rng.probs[0], torch.ones(1, 3, dtype=torch.float64))
     none = exact_law(lambda rng: tuple(x.item() for x in rule(p[:, :1], p[:, :0], torch.zeros(1, 0).long(), rng)))
     assert none == pytest.approx({(0, 0): 0.5, (0, 1): 0.3, (0, 2): 0.2})
 
@@ -145,10 +157,12 @@ class Coins:
     def __init__(self, least: float) -> None:
         self.least = least
         self.asked: list[tuple[str, tuple[int, ...], object]] = []
+        self.probs: list[Tensor] = []
 
     def flip(self, prob: Tensor) -> Tensor:
         assert ((prob >= 0) & (prob <= 1 + 1e-12)).all()
         self.asked.append(("flip", tuple(prob.shape), None))
+        self.probs.append(prob)
         return prob > self.least
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
@@ -215,10 +229,48 @@ def test_residual_keeps_small_but_real_remainders() -> None:
     assert residual(p, q).tolist() == pytest.approx([1, 0])
     both = residual(torch.stack([p, q]), torch.stack([q, q]))  # each row for itself
     assert both.tolist() == [pytest.approx([1, 0]), [0.5, 0.5]]
+    noise = torch.tensor([[1e-9, 1 - 1e-9], [0.0, 1.0]], dtype=torch.float64)
+    assert torch.equal(residual(noise[0], noise[1]), noise[0])  # no entry above `NOTHING`
     assert (NOTHING, TINY) == (1e-9, 1e-15)
 
 
+class Elsewhere(Coins):
+    """An rng on whatever device it is asked on."""
+
+    def flip(self, prob: Tensor) -> Tensor:
+        self.asked.append(("flip", tuple(prob.shape), None))
+        return prob > self.least
+
+    def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
+        self.asked.append(("pick", tuple(weights.shape), at))
+        return weights.argmax(-1)
+
+
+@pytest.mark.parametrize("name", ["token", "block", "match", "rrs"])
+def test_rules_stay_on_their_device_and_never_wait_for_it(name: str) -> None:
+    """On the meta device, which has no values: whoever looks at one, or mixes in a tensor of the CPU, fails."""
+    rule, rng = RULES[name], Elsewhere(0.5)
+    tree = Tree.from_parents([-1, 0, 0, 1, 2]) if rule.tree else Tree.chain(4)
+    p = torch.empty(3, 5, 4, device="meta", dtype=torch.float64)
+    path, last = rule.verify(p, p, torch.empty(3, 5, device="meta", dtype=torch.long), tree, rng)
+    assert path.device.type == last.device.type == "meta"
+    assert (path.shape, last.shape) == ((3, tree.max_depth + 1), (3,))
+    asked = {
+        "token": [("flip", (3, 4), None), ("pick", (3, 4), None)],
+        "block": [("flip", (3, 4), None), ("pick", (3, 4), None)],
+        "match": [("pick", (3, 4), [depth] * 3) for depth in (1, 2, 3)],
+        "rrs": [("flip", (3,), None)] * 4 + [("pick", (3, 4), None)],
+    }
+    assert rng.asked == asked[name]
+
+
 # --- rules as objects --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [["token"], {"token"}, 1, "Token", ""])
+def test_no_such_rule(bad: object) -> None:
+    with pytest.raises(ValueError, match=r"^rule must be one of block, coupled, match, rrs, specinfer, token, .*, got"):
+        find_rule(bad)  # type: ignore[arg-type]
 
 
 def test_the_rules_and_their_kinds() -> None:
@@ -244,6 +296,8 @@ def test_the_rules_and_their_kinds() -> None:
         assert find_rule(name) is RULES[name]
         assert RULES[name].needs_q == (name not in ("match", "coupled"))
     assert find_rule(RULES["rrs"]) is RULES["rrs"]
+    for kind in sorted(ANY):
+        assert Rule("mine", frozenset({kind}), "without", chain=token).needs_q == (kind not in ("chosen", "coupled"))
     assert sorted(ANY) == sorted(WHY_NOT) == kinds["match"]
 
 
@@ -706,6 +760,12 @@ def test_nothing_depends_on_the_default_device() -> None:
     laws = torch.rand(2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
     tokens, chain = torch.tensor([[0, 1, 2, 3, 1], [1, 1, 0, 0, 2]]), Tree.chain(4)
     tree = Tree.from_parents([-1, 0, 0, 1, 2])
+
+    def verify(name: str) -> tuple[Tensor, Tensor]:
+        rule = RULES[name]
+        return rule.verify(laws, laws.roll(1, 1), tokens, tree if rule.tree else chain, Randomness(1, 2))
+
+    verdicts = {name: verify(name) for name in ("token", "block", "match", "rrs")}
     with torch.device("meta"):
         cache = KVCache(model.config, 2, 50, device="cpu", dtype=torch.float64)
         assert KVCache(model.config, 1, 5).kv.device.type == "cpu"
@@ -716,9 +776,10 @@ def test_nothing_depends_on_the_default_device() -> None:
         cache.keep([[0, 2], [0, 1, 3]], 5)
         assert constant([1]).device.type == "cpu"
         assert tree.child_table.device.type == "cpu"
-        for rule in (RULES["token"], RULES["block"], RULES["match"], RULES["rrs"]):
-            path, last = rule.verify(laws, laws, tokens, tree if rule.tree else chain, Randomness(1, 2))
-            assert path.device.type == last.device.type == "cpu"
+        for name, (path, last) in verdicts.items():
+            got = verify(name)
+            assert torch.equal(got[0], path)
+            assert torch.equal(got[1], last)
         for sampling in (Sampling(0.5), Sampling(0), Sampling(top_k=2, top_p=0.9)):
             assert sampling.probs(laws).device.type == "cpu"
         assert Randomness(1, 2).pick(laws[:, 0], at=[1, 2]).device.type == "cpu"
