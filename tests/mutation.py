@@ -148,7 +148,8 @@ def other_constants(value: object) -> Iterator[ast.AST]:
 
 
 def other_calls(node: ast.Call) -> Iterator[ast.AST]:
-    for i in range(len(node.args) - 1):
+    commutes = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
+    for i in range(0 if commutes else len(node.args) - 1):
         swapped = [*node.args[:i], node.args[i + 1], node.args[i], *node.args[i + 2 :]]
         yield ast.Call(node.func, swapped, node.keywords)
     for i, keyword in enumerate(node.keywords):

@@ -491,6 +491,21 @@ def test_filters_work_a_row_at_a_time_and_together() -> None:
     assert torch.equal(Sampling(top_k=4).probs(law.log()), law.log().softmax(-1))  # nothing to cut, nothing sorted
 
 
+def test_what_cuts_nothing_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[0.5, 0.25, -1.0, 0.0]])
+    assert (Sampling(top_k=3).probs(logits) == 0).tolist() == [[False, False, True, False]]  # fewer rows than k
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("sorted")
+
+    monkeypatch.setattr(torch, "sort", refuse)
+    for sampling in (Sampling(), Sampling(top_k=4), Sampling(top_k=9), Sampling(top_p=1), Sampling(top_k=4, top_p=1.0)):
+        assert torch.equal(sampling.probs(logits), logits.softmax(-1))
+    for sampling in (Sampling(top_k=3), Sampling(top_p=0.99), Sampling(top_k=9, top_p=0.99)):
+        with pytest.raises(AssertionError, match="sorted"):
+            sampling.probs(logits)
+
+
 def test_the_place_of_a_bad_logit() -> None:
     logits = torch.zeros(2, 3, 4)
     logits[1, 2, 0] = math.nan
