@@ -1,6 +1,6 @@
 """Mutation testing: do the core tests notice when a line of the core is wrong?
 
-    python tests/mutation.py                     # every mutant of verify, sampling, cache, tree
+    python tests/mutation.py                     # every mutant of verify, sampling, noise, cache, tree
     python tests/mutation.py --module verify     # of one module
     python tests/mutation.py --sample 100        # of a hundred, drawn at random
     python tests/mutation.py --listed            # only those that MUTANTS.md lists as survivors
@@ -38,7 +38,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-MODULES = ("verify", "sampling", "cache", "tree")
+MODULES = ("verify", "sampling", "noise", "cache", "tree")
 
 # --- the mutants -------------------------------------------------------------------------------------------
 

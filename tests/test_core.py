@@ -14,7 +14,8 @@ from torch import Tensor
 from minispec import RULES, KVCache, Randomness, Rule, Sampling, Tree
 from minispec.lab import exact_law
 from minispec.model import GPTConfig, read
-from minispec.sampling import COLDEST, HOTTEST, Rng, Shifted, mix
+from minispec.noise import AHEAD, Noise, exponential, mix
+from minispec.sampling import COLDEST, HOTTEST, Rng, Shifted
 from minispec.tree import constant
 from minispec.verify import ANY, NOTHING, TINY, WHY_NOT, block, check_kind, find_rule, match, residual, rrs, token
 
@@ -382,6 +383,99 @@ def test_a_seed_means_these_very_draws() -> None:
         assert torch.equal(rng.pick(weights, at=[position, position + 5]), (weights / noise.float()).argmax(-1))
 
 
+def test_a_coin_of_probability_0_never_passes_even_where_the_uniform_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda shape, **kwargs: torch.zeros(shape, dtype=kwargs["dtype"]))
+    assert Randomness(0).flip(torch.tensor([0.0, 1e-30, 1.0])).tolist() == [False, True, True]
+
+
+def test_draws_are_made_on_the_cpu_and_handed_to_the_device() -> None:
+    rng = Randomness(0, rows=2)
+    assert rng.flip(torch.empty(3, device="meta")).device.type == "meta"
+    for at in (None, [3, 4]):
+        assert rng.pick(torch.empty(2, 5, device="meta"), at=at).device.type == "meta"
+
+
+def test_fresh_noise_is_one_sequence_of_uniforms() -> None:
+    """Made ahead in blocks of about `AHEAD` numbers, which draws of one width use up row by row."""
+    noise, again = Noise(5), torch.Generator().manual_seed(5)
+
+    def block(rows: int, V: int, dtype: torch.dtype) -> Tensor:
+        return (-torch.rand(rows, V, generator=again, dtype=torch.float64).log()).to(dtype)
+
+    V, f32, f64 = AHEAD // 4, torch.float32, torch.float64  # four rows a block
+    first = block(4, V, f32)
+    assert torch.equal(noise.next(1, V, f32), first[:1])
+    assert torch.equal(noise.next(2, V, f32), first[1:3])
+    second = block(4, V, f32)  # one row is left, two are wanted
+    assert torch.equal(noise.next(2, V, f32), second[:2])
+    assert torch.equal(noise.next(2, V, f32), second[2:])
+    third = block(4, V, f64)
+    assert torch.equal(noise.next(3, V, f64), third[:3])  # another dtype
+    assert torch.equal(noise.next(1, V, f64), third[3:])
+    fourth = block(AHEAD // 100, 100, f64)
+    assert torch.equal(noise.next(1, 100, f64), fourth[:1])  # another width
+    assert torch.equal(noise.next(2, 100, f64), fourth[1:3])
+    fifth = block(7, 2 * AHEAD, f32)  # more than a block
+    assert torch.equal(noise.next(7, 2 * AHEAD, f32), fifth)
+
+
+def keyed_uniforms(key: int, position: int, V: int) -> Tensor:
+    return torch.rand(V, generator=torch.Generator().manual_seed(mix(key, position)), dtype=torch.float64)
+
+
+def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, seeded = Noise(5), []
+    manual_seed = torch.Generator.manual_seed
+
+    class Watched:
+        """The keyed generator, which tells how often it is seeded."""
+
+        def __init__(self) -> None:
+            self.inner = torch.Generator()
+
+        def manual_seed(self, seed: int) -> None:
+            seeded.append(seed)
+            manual_seed(self.inner, seed)
+
+    watched = Watched()
+    noise._keyed = watched  # type: ignore[assignment]
+    uniform_ = torch.Tensor.uniform_
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, generator: uniform_(self, generator=generator.inner))
+    for position in (0, 1, 15, 16, 17, 40, 3):
+        for key in (7, 8):
+            for dtype in (torch.float32, torch.float64):
+                want = -keyed_uniforms(key, position, 50).log()
+                assert torch.equal(noise.at(key, position, 50, dtype, 2), want.to(dtype))
+    seeded.clear()
+    for position in range(32, 48):
+        noise.at(7, position, 50, torch.float32, 1)
+    assert seeded == [mix(7, position) for position in range(32, 48)]  # sixteen positions at once, once
+    noise.at(7, 48, 50, torch.float32, 1)
+    noise.at(7, 47, 50, torch.float32, 1)  # a draft's end and the next beginning: two blocks are kept a row
+    assert len(seeded) == 32
+    noise.at(7, 64, 50, torch.float32, 1)
+    assert len(noise._blocks) == 2
+    noise.at(7, 48, 50, torch.float32, 1)
+    assert len(seeded) == 48
+    noise.at(7, 47, 50, torch.float32, 1)  # the oldest has made room
+    assert len(seeded) == 64
+    seeded.clear()
+    V = AHEAD // 4
+    assert torch.equal(noise.at(9, 5, V, torch.float64, 2), -keyed_uniforms(9, 5, V).log())
+    assert seeded == [mix(9, 4), mix(9, 5)]  # two positions of two rows fill a block
+    seeded.clear()
+    noise.at(9, 5, 2 * AHEAD, torch.float64, 1)
+    assert seeded == [mix(9, 5)]  # never less than one
+
+
+def test_noise_lies_strictly_between_nothing_and_infinity() -> None:
+    for dtype in (torch.float32, torch.float64):
+        got = exponential(torch.tensor([[0.0, 1.0, 0.5]], dtype=torch.float64), dtype)
+        info = torch.finfo(dtype)
+        assert got.dtype == dtype
+        assert got.tolist() == [[info.max, info.tiny, pytest.approx(math.log(2), rel=1e-7)]]
+
+
 def test_keys_of_rows() -> None:
     assert Randomness(7, rows=3).keys == [7, mix(7, 1), mix(7, 2)]
     assert Randomness(7).keys == [7]
@@ -392,7 +486,7 @@ def test_keys_of_rows() -> None:
     assert type(Randomness(np.int64(3)).keys[0]) is int
     fresh = [Randomness().keys[0] for _ in range(40)]
     assert len(set(fresh)) == 40
-    assert 2**57 < max(fresh) < 2**63  # 63 bits of the operating system's randomness
+    assert 2**62 <= max(fresh) < 2**63  # 63 bits of the operating system's randomness: else once in 2^40 runs
 
 
 @pytest.mark.parametrize(
@@ -501,9 +595,15 @@ def test_what_cuts_nothing_sorts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "sort", refuse)
     for sampling in (Sampling(), Sampling(top_k=4), Sampling(top_k=9), Sampling(top_p=1), Sampling(top_k=4, top_p=1.0)):
         assert torch.equal(sampling.probs(logits), logits.softmax(-1))
-    for sampling in (Sampling(top_k=3), Sampling(top_p=0.99), Sampling(top_k=9, top_p=0.99)):
+    for sampling in (Sampling(top_k=3), Sampling(top_p=0.99), Sampling(top_k=9, top_p=0.99)):  # what cuts, does
         with pytest.raises(AssertionError, match="sorted"):
             sampling.probs(logits)
+
+
+def test_top_p_of_one_drops_no_tail_that_rounding_hides() -> None:
+    logits = torch.tensor([0.0, -60.0, -70.0])  # in float32 the mass before the second is 1
+    assert Sampling(top_k=2).probs(logits)[1] > 0
+    assert torch.equal(Sampling(top_k=2, top_p=1.0).probs(logits), Sampling(top_k=2).probs(logits))
 
 
 def test_the_place_of_a_bad_logit() -> None:
@@ -628,10 +728,11 @@ def test_best_trees_by_hand() -> None:
         ((-0.1,), 3, 2, "acceptance_by_rank must be rates in 0..1, got [-0.1]"),
         ((0.5, 1.1), 3, 2, "acceptance_by_rank must be rates in 0..1, got [0.5, 1.1]"),
         ((0.5,), 0, 2, "nodes must be >= 1 and max_depth >= 0, got 0 and 2"),
+        ((0.5,), 0, None, "nodes must be >= 1 and max_depth >= 0, got 0 and -1"),
         ((0.5,), 3, -1, "nodes must be >= 1 and max_depth >= 0, got 3 and -1"),
     ],
 )
-def test_bad_best(rates: tuple[float, ...], nodes: int, depth: int, message: str) -> None:
+def test_bad_best(rates: tuple[float, ...], nodes: int, depth: int | None, message: str) -> None:
     with pytest.raises(ValueError, match="must be") as caught:
         Tree.best(rates, nodes, depth)
     assert str(caught.value) == message
@@ -788,7 +889,10 @@ def test_nothing_depends_on_the_default_device() -> None:
         assert torch.allclose(read(model, cache, [texts[0][4:], texts[1][1:]]), want)
         starts, nodes = torch.tensor([[6], [2]], device="cpu"), torch.zeros(2, 5, dtype=torch.long, device="cpu")
         assert model(nodes, cache, starts + tree.depths, tree.mask).device.type == "cpu"
+        before = cache.kv.clone()
         cache.keep([[0, 2], [0, 1, 3]], 5)
+        assert torch.equal(cache.kv[:, :, 0, :, :8], before[:, :, 0, :, [0, 1, 2, 3, 4, 5, 6, 8]])
+        assert torch.equal(cache.kv[:, :, 1, :, :5], before[:, :, 1, :, [0, 1, 2, 3, 5]])
         assert constant([1]).device.type == "cpu"
         assert tree.child_table.device.type == "cpu"
         for name, (path, last) in verdicts.items():
@@ -800,8 +904,28 @@ def test_nothing_depends_on_the_default_device() -> None:
         assert Randomness(1, 2).pick(laws[:, 0], at=[1, 2]).device.type == "cpu"
 
 
+def test_a_cache_stays_on_its_device_and_never_waits_for_it() -> None:
+    cache = KVCache(GPTConfig(7, 40, 2, 2, 4), 2, 20, device="meta")
+    mask = torch.empty(1, 3, 3, device="meta", dtype=torch.bool)
+    for lengths in ([4, 4], [4, 2]):
+        cache.lengths = lengths
+        for given in (None, mask):
+            shown = cache.begin_write(3, given)
+            assert shown is not None
+            assert shown.device.type == "meta"
+            assert shown.shape[-2:] == (3, 7)
+            for layer in range(2):
+                assert cache.write(layer, torch.empty(2, 2, 2, 3, 2, device="meta")).shape == (2, 2, 2, 7, 2)
+        cache.end_write(3)
+        cache.keep([[0, 2], [1]], 3)
+        assert cache.lengths == [lengths[0] + 2, lengths[1] + 1]
+    cache.select([1])
+    assert cache.k.device.type == "meta"
+
+
 def test_constants_outlive_inference_mode() -> None:
     with torch.inference_mode():
         table = constant([[1, 2]])
     assert not table.is_inference()
+    assert constant([[True, False]]).dtype == torch.long
     assert table.tolist() == [[1, 2]]
