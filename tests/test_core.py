@@ -395,6 +395,30 @@ def test_draws_are_made_on_the_cpu_and_handed_to_the_device() -> None:
         assert rng.pick(torch.empty(2, 5, device="meta"), at=at).device.type == "meta"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "want"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_noise_is_as_fine_as_the_weights(
+    dtype: torch.dtype, want: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def fresh(self: Noise, rows: int, V: int, dtype: torch.dtype) -> Tensor:
+        seen.append(dtype)
+        return torch.ones(rows, V)
+
+    def keyed(self: Noise, key: int, position: int, V: int, dtype: torch.dtype, rows: int) -> Tensor:
+        seen.append((dtype, rows))
+        return torch.ones(V)
+
+    monkeypatch.setattr(Noise, "next", fresh)
+    monkeypatch.setattr(Noise, "at", keyed)
+    Randomness(0, rows=2).pick(torch.ones(2, 3, dtype=dtype))
+    Randomness(0, rows=2).pick(torch.ones(2, 3, dtype=dtype), at=[0, 1])
+    assert seen == [want, (want, 2), (want, 2)]
+
+
 def test_fresh_noise_is_one_sequence_of_uniforms() -> None:
     """Made ahead in blocks of about `AHEAD` numbers, which draws of one width use up row by row."""
     noise, again = Noise(5), torch.Generator().manual_seed(5)
@@ -409,12 +433,14 @@ def test_fresh_noise_is_one_sequence_of_uniforms() -> None:
     second = block(4, V, f32)  # one row is left, two are wanted
     assert torch.equal(noise.next(2, V, f32), second[:2])
     assert torch.equal(noise.next(2, V, f32), second[2:])
-    third = block(4, V, f64)
-    assert torch.equal(noise.next(3, V, f64), third[:3])  # another dtype
-    assert torch.equal(noise.next(1, V, f64), third[3:])
-    fourth = block(AHEAD // 100, 100, f64)
-    assert torch.equal(noise.next(1, 100, f64), fourth[:1])  # another width
-    assert torch.equal(noise.next(2, 100, f64), fourth[1:3])
+    third = block(4, V, f32)
+    assert torch.equal(noise.next(1, V, f32), third[:1])  # three rows are left, and given up for another dtype
+    fourth = block(4, V, f64)
+    assert torch.equal(noise.next(2, V, f64), fourth[:2])
+    wide = block(AHEAD // 100, 100, f64)
+    assert torch.equal(noise.next(1, 100, f64), wide[:1])  # and for another width
+    assert torch.equal(noise.next(2, 100, f64), wide[1:3])
+    assert AHEAD == 1 << 16  # what is given up depends on it, and so does what a seed means
     fifth = block(7, 2 * AHEAD, f32)  # more than a block
     assert torch.equal(noise.next(7, 2 * AHEAD, f32), fifth)
 
@@ -440,7 +466,11 @@ def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest
     watched = Watched()
     noise._keyed = watched  # type: ignore[assignment]
     uniform_ = torch.Tensor.uniform_
-    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, generator: uniform_(self, generator=generator.inner))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "uniform_",
+        lambda self, generator: uniform_(self, generator=getattr(generator, "inner", generator)),
+    )
     for position in (0, 1, 15, 16, 17, 40, 3):
         for key in (7, 8):
             for dtype in (torch.float32, torch.float64):
@@ -459,6 +489,13 @@ def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest
     assert len(seeded) == 48
     noise.at(7, 47, 50, torch.float32, 1)  # the oldest has made room
     assert len(seeded) == 64
+    pair = Noise(5)
+    for position in (0, 16):
+        for key in (7, 8):
+            pair.at(key, position, 50, torch.float32, 2)
+    assert len(pair._blocks) == 4
+    pair.at(7, 32, 50, torch.float32, 2)
+    assert len(pair._blocks) == 4
     seeded.clear()
     V = AHEAD // 4
     assert torch.equal(noise.at(9, 5, V, torch.float64, 2), -keyed_uniforms(9, 5, V).log())
@@ -551,6 +588,10 @@ def test_the_edges_of_the_allowed() -> None:
     assert Sampling() == Sampling(1.0, None, None)
     assert Sampling(top_p=1).probs(torch.tensor([0.0, 1.0])).tolist() == torch.tensor([0.0, 1.0]).softmax(-1).tolist()
     assert (COLDEST, HOTTEST) == (1e-30, 1e30)
+
+
+def test_large_logits_are_no_bad_ones_though_their_sum_is_infinite() -> None:
+    assert Sampling().probs(torch.full((2, 2), 3e38)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_temperature_divides_the_logits_and_large_ones_do_no_harm() -> None:
@@ -715,6 +756,8 @@ def test_best_trees_by_hand() -> None:
     assert Tree.best((0.5,), 3, 0).rows == ((-1,),)
     assert Tree.best((), 3).rows == ((-1,),)
     assert Tree.best((0.0, 0.0), 3).rows == ((-1,),)  # what is never accepted is not worth a node
+    assert Tree.best((1e-15,), 3).rows == ((-1,),)  # nor is what hardly ever is
+    assert Tree.best((2e-15,), 2).rows == ((-1, 0),)
     assert Tree.best((1.0, 0.0), 4).rows == Tree.chain(3).rows
     assert Tree.best([0.9], 3).rows == Tree.chain(2).rows
     assert Tree.best((0.8, 0.6, 0.4), 8, 2).expected_tokens((0.8, 0.6, 0.4)) == pytest.approx(
