@@ -647,6 +647,17 @@ def test_top_p_of_one_drops_no_tail_that_rounding_hides() -> None:
     assert torch.equal(Sampling(top_k=2, top_p=1.0).probs(logits), Sampling(top_k=2).probs(logits))
 
 
+def test_ties_of_many_go_to_the_lowest_indices() -> None:
+    """Of more than a handful: torch sorts few numbers stably even where it is not asked to."""
+    logits = torch.arange(1000).remainder(4).float()
+    for sampling in (Sampling(top_k=300), Sampling(top_k=300, top_p=0.5)):
+        kept = sampling.probs(logits).nonzero()[:, 0]
+        best = torch.arange(3, 1000, 4)
+        assert torch.equal(kept[kept % 4 == 3], best[: (kept % 4 == 3).sum()])
+        second = torch.arange(2, 1000, 4)
+        assert torch.equal(kept[kept % 4 == 2], second[: (kept % 4 == 2).sum()])
+
+
 def test_the_place_of_a_bad_logit() -> None:
     logits = torch.zeros(2, 3, 4)
     logits[1, 2, 0] = math.nan

@@ -26,7 +26,8 @@ from minispec.lab import models
 from minispec.lab.lossless import judge
 from minispec.lab.report import JOINT
 from minispec.model import GPT
-from minispec.sampling import Sampling, mix
+from minispec.noise import mix
+from minispec.sampling import Sampling
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the logits after an export
 
