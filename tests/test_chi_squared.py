@@ -9,7 +9,7 @@ import torch
 from doubles import TableModel, rows_of
 from wrong import WRONG_RULES, LyingDrafter
 
-from minispec import GPT, ModelDrafter, NGramDrafter, Pair, Sampling, Tree, generate, speculate
+from minispec import GPT, ModelDrafter, NGramDrafter, Pair, Randomness, Sampling, Tree, generate, speculate
 from minispec.lab import chi_squared, target_law, two_sample
 from minispec.lab.statistics import merge
 
@@ -110,6 +110,15 @@ def test_successive_tokens_are_drawn_independently() -> None:
             prompt=[0],
         )
         assert chi_squared(counts, law).passed
+
+
+def test_pick_draws_the_rarest_tokens_too() -> None:
+    """A million tokens of 1e-8 each: their noise must be finer than a float32 uniform, whose steps are 6e-8."""
+    weights = torch.full((1, 1_000_001), 1e-8)
+    weights[0, 0] = 1.0
+    rng = Randomness(2)
+    hits = sum(int(rng.pick(weights)[0]) != 0 for _ in range(800))
+    assert 1 <= hits <= 24  # 800 x .0099 = 7.9
 
 
 def test_chi_squared_fails_what_is_wrong_and_says_how_much_it_saw() -> None:

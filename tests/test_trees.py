@@ -31,9 +31,12 @@ from minispec.advanced import AdaptiveDrafter, DynamicTree, HeuristicDrafter
 from minispec.advanced.statistics import acceptance_by_depth, acceptance_by_rank, accepted_depths, winning_branches
 from minispec.lab import chi_squared, exact_law, target_law
 
+core = pytest.mark.core
+
 # --- shapes ------------------------------------------------------------------------------------------------
 
 
+@core
 def test_shapes() -> None:
     assert Tree.chain(3).rows == ((-1, 0, 1, 2),)
     assert Tree.branching([2, 1]).rows == ((-1, 0, 0, 1, 2),)
@@ -48,6 +51,7 @@ def test_shapes() -> None:
     assert Tree.chain(5).cut(0).size == 1
 
 
+@core
 @pytest.mark.parametrize(
     ("parents", "message"),
     [
@@ -65,6 +69,7 @@ def test_bad_shapes(parents: list, message: str) -> None:  # type: ignore[type-a
         Tree.from_parents(parents) if parents else Tree(())
 
 
+@core
 @pytest.mark.parametrize("widths", [[0], [2, -1], [1.5], [True]])
 def test_bad_widths(widths: list) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match="widths must be integers >= 1"):
@@ -76,6 +81,7 @@ def test_bad_widths(widths: list) -> None:  # type: ignore[type-arg]
 F8 = (0.80, 0.08, 0.03, 0.02)
 
 
+@core
 @pytest.mark.parametrize(("nodes", "want"), [(9, 4.33), (17, 4.99), (33, 5.61), (65, 6.26)])
 def test_f8_best_trees(nodes: int, want: float) -> None:
     tree = Tree.best(F8, nodes)
@@ -83,6 +89,7 @@ def test_f8_best_trees(nodes: int, want: float) -> None:
     assert tree.expected_tokens(F8) == pytest.approx(want, abs=5e-3)
 
 
+@core
 def test_f8_a_chain_of_65_nodes() -> None:
     assert Tree.chain(64).expected_tokens(F8) == pytest.approx(5.00, abs=5e-3)
 
@@ -101,6 +108,7 @@ def heap_value(rates: tuple[float, ...], nodes: int, max_depth: int) -> float:
     return total
 
 
+@core
 @pytest.mark.parametrize("seed", range(40))
 def test_best_equals_the_heap_for_falling_rates(seed: int) -> None:
     chance = random.Random(seed)
@@ -129,6 +137,7 @@ def depths(parents: tuple[int, ...]) -> list[int]:
     return out
 
 
+@core
 @pytest.mark.parametrize("rates", [(0.3, 0.05, 0.6), (0.5, 0.4), (0.1, 0.9), (0.6, 0.2, 0.1), (0.0, 0.7)])
 @pytest.mark.parametrize("nodes", range(1, 7))
 def test_best_equals_brute_force_for_any_rates(rates: tuple[float, ...], nodes: int) -> None:
@@ -142,6 +151,7 @@ def test_best_equals_brute_force_for_any_rates(rates: tuple[float, ...], nodes: 
         assert Tree.best(rates, nodes, depth).expected_tokens(rates) == pytest.approx(brute, abs=1e-12)
 
 
+@core
 def test_measured_rates_may_add_up_to_a_little_over_1() -> None:
     assert Tree.best((0.85, 0.114, 0.031, 0.008), 6).size == 6
 
@@ -152,10 +162,12 @@ def test_best_of_many_nodes() -> None:
     assert tree.expected_tokens((0.6, 0.2, 0.1)) == pytest.approx(heap_value((0.6, 0.2, 0.1), 400, 399))
 
 
+@core
 def test_best_where_the_heap_fails() -> None:
     assert Tree.best((0.3, 0.05, 0.6), 4).expected_tokens((0.3, 0.05, 0.6)) == pytest.approx(1.95)
 
 
+@core
 @pytest.mark.parametrize(
     ("rates", "nodes", "depth"), [((-0.1,), 3, 2), ((1.2, 0.6), 3, 2), ((0.5,), 0, 2), ((0.5,), 3, -1)]
 )
@@ -182,6 +194,7 @@ LOSSY = [
 ]
 
 
+@core
 @pytest.mark.parametrize(("make", "rule", "reason"), LOSSY, ids=[f"{rule}-{i}" for i, (_, rule, _) in enumerate(LOSSY)])
 def test_lossy_combinations_are_refused_with_the_reason(make, rule: str, reason: str) -> None:  # type: ignore[no-untyped-def]
     target, draft = Counting(random_gpt(1)), random_gpt(2)
@@ -190,6 +203,7 @@ def test_lossy_combinations_are_refused_with_the_reason(make, rule: str, reason:
     assert target.passes == []
 
 
+@core
 def test_a_drafter_whose_drafts_are_not_of_its_kind_is_caught() -> None:
     target, draft = random_gpt(1), random_gpt(2)
 
@@ -281,6 +295,7 @@ def test_a_drafters_model_must_fit_the_target(make) -> None:  # type: ignore[no-
     assert target.passes == []
 
 
+@core
 def test_a_rule_must_have_a_function_and_known_kinds() -> None:
     with pytest.raises(ValueError, match="must have either a chain function or a tree function"):
         Rule("mine", frozenset({"chain"}), "without")

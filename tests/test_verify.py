@@ -14,6 +14,8 @@ from minispec.lab import exact_law
 from minispec.sampling import Rng
 from minispec.verify import count_accepted, find_rule, match, residual, token
 
+pytestmark = pytest.mark.core
+
 F1_P, F1_Q = [0.5, 0.3, 0.2], [0.2, 0.5, 0.3]
 
 
