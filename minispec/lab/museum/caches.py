@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from minispec.cache import KVCache
+from minispec.cache import CacheShape, KVCache
 from minispec.lab.museum.piece import cache_piece
 from minispec.lab.report import CACHE, EACH, EXACT, GREEDY, JOINT, STEPS, ZERO
 from minispec.tree import Tree
@@ -17,6 +18,9 @@ class StaleRow(KVCache):
     Rolling back by one too few. The next step sees a token that was never emitted: the first step is right, later
     text wanders off, and short tests with friendly drafts pass.
     """
+
+    def __init__(self, config: CacheShape, batch: int = 1, capacity: int = 1024, **options: Any) -> None:
+        super().__init__(config, batch, 2 * capacity, **options)  # room for what is never dropped
 
     def keep(self, paths: Sequence[Sequence[int]], nodes: int) -> None:
         before = list(self.lengths)
