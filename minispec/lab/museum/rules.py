@@ -58,7 +58,7 @@ def resample_from_p(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     return token_with(p, q, drafted, rng, rest=lambda p, q, x: p)
 
 
-@rule_piece("residual |p - q|", ZERO, FIRST, EACH, JOINT, STEPS, EXACT, GREEDY)
+@rule_piece("residual abs(p - q)", ZERO, FIRST, EACH, JOINT, STEPS, EXACT, GREEDY)
 def absolute_residual(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     """The residual is normalised |p - q|, in place of max(p - q, 0).
 
