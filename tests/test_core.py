@@ -752,6 +752,13 @@ def test_bad_widths_in_full(widths: list) -> None:  # type: ignore[type-arg]
     assert str(caught.value) == f"widths must be integers >= 1, got {widths!r}"
 
 
+@pytest.mark.parametrize("parents", [3, None, "", "ab", {0: 1}, iter([-1, 0])])
+def test_parents_come_in_a_list(parents: object) -> None:
+    with pytest.raises(TypeError) as caught:
+        Tree.from_parents(parents)  # type: ignore[arg-type]
+    assert str(caught.value) == f"parents must be a list of integers, or one such list a row, got {parents!r}"
+
+
 def test_expected_tokens_by_hand() -> None:
     tree = Tree.from_parents([-1, 0, 0, 0, 1, 1, 4])
     rates = (0.5, 0.25)  # the third child of the root counts nothing
