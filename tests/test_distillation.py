@@ -205,6 +205,8 @@ def test_distil_and_eval_from_the_command_line(pair: Path, tmp_path: Path, capsy
                 "5",
                 "--loss",
                 "nla",
+                "--keep",
+                "8",
                 "--out",
                 str(out),
             ]
@@ -229,6 +231,10 @@ def test_bad_input_is_one_line(pair: Path, tmp_path: Path, capsys: pytest.Captur
         (["eval", str(tmp_path / "short.txt"), "--pair", str(pair)], "too few for one window"),
         (["distill", "--pair", str(pair), "--data", str(tmp_path / "nowhere"), "--steps", "1"], "no *.txt file"),
         (["distill", "--pair", str(pair), "--data", "self", "--steps", "1", "--lr", "-1"], "lr must be > 0"),
+        (
+            ["distill", "--pair", str(pair), "--data", "self", "--steps", "1", "--keep", "-1"],
+            "keep must be an integer >= 0",
+        ),
         (
             ["distill", "--pair", str(pair), "--data", "self", "self", "--steps", "1", "--batch", "1"],
             "batch must be >=",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from minispec.model import GPT, GPTConfig
 from minispec.pair import Pair, load_pair, save_model, weights_folder
 from minispec.train.alignment import RANKS, Alignment, align, decode_prompts
 from minispec.train.data import batch_at, encode_texts, read_corpus
-from minispec.train.distillation import NAMES, distil, measure, own_samples, self_batches
+from minispec.train.distillation import NAMES, Batch, distil, kept_batches, measure, own_samples, self_batches
 from minispec.train.evaluate import bits_per_byte, token_lengths
 from minispec.train.progress import progress
 from minispec.train.recipe import Metrics, Recipe
@@ -37,6 +38,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     budget = distill.add_mutually_exclusive_group(required=True)
     budget.add_argument("--minutes", type=float, help="time budget, over all runs of one checkpoint")
     budget.add_argument("--steps", type=int, help="number of steps")
+    kept = "compute the target's laws once, for N windows kept on disk (a MB each), and learn from those"
+    distill.add_argument("--keep", type=int, default=0, metavar="N", help=kept)
     distill.add_argument("--fresh", action="store_true", help="start from a random draft, not from the pair's")
     distill.add_argument("--layers", type=int, default=2, help="of a fresh draft (default 2)")
     distill.add_argument("--heads", type=int, default=4, help="of a fresh draft (default 4)")
@@ -74,6 +77,7 @@ def run_distill(args: argparse.Namespace) -> None:
     block = target.config.block_size
     if args.batch < len(args.data):
         raise ValueError(f"batch must be >= the number of sources, got {args.batch} and {len(args.data)}")
+    check_integer("keep", args.keep, 0)
     recipe = Recipe(steps=args.steps, minutes=args.minutes, batch=args.batch, context=block, seed=args.seed)
     lr = args.lr if args.lr is not None else 4e-3 if args.fresh else 1e-3
     recipe = replace(recipe, lr=lr, warmup=50, decay=args.decay, validate_every=50, precision=args.precision)
@@ -87,14 +91,20 @@ def run_distill(args: argparse.Namespace) -> None:
         return measure(target, draft, held_out)
 
     first = validate(draft)
-    with progress(f"distilling ({args.loss})", args.batch * block) as on_step:
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        progress(f"distilling ({args.loss})", args.batch * block) as on_step,
+    ):
+        learnt: Callable[[int], Batch] = batches
+        if args.keep:
+            learnt = kept_batches(target, batches, args.keep, args.batch, recipe, Path(folder))
         options = {
             "checkpoint": args.checkpoint,
             "save_every": args.save_every,
             "validate": validate,
             "on_step": on_step,
         }
-        state = distil(target, draft, batches, recipe, args.loss, **options)
+        state = distil(target, draft, learnt, recipe, args.loss, **options)
     for name, value in validate(draft).items():
         print(f"{name}: {first[name]:.3f} before, {value:.3f} after {state.step} steps in {state.seconds:.0f} s")
     if args.out is not None:
