@@ -11,7 +11,7 @@ from rich.progress import Progress, ProgressColumn
 
 @contextmanager
 def bar(*columns: ProgressColumn, transient: bool = False) -> Iterator[Progress]:
-    """A bar where stderr is a terminal; elsewhere one that never begins, as a disabled one may end with a blank line."""
+    """A bar where stderr is a terminal; elsewhere one that never begins: a disabled one may end with a blank line."""
     console = Console(stderr=True)
     found = Progress(*columns, console=console, disable=not console.is_terminal, transient=transient)
     with found if console.is_terminal else nullcontext():
