@@ -263,7 +263,7 @@ BAD = [
     ({"stop": [3]}, r"stop must hold token ids in 0\.\.2, got 3"),
     ({"stop": 1}, r"stop must be a list of token ids, or one such list a row, got 1"),
     ({"stop": ["a"]}, r"stop must hold integer token ids, got 'a'"),
-    ({"tree": 4}, r"tree must be a Tree, got 4"),
+    ({"tree": 4}, r'tree must be a Tree or "auto", got 4'),
     ({"tree": Tree.chain(1), "draft_len": 1}, r"give either tree or draft_len"),
     ({"tree": Tree.from_parents([[-1, 0], [-1, 0]])}, r"a model fills one tree for all rows, got 2 trees"),
     (

@@ -189,6 +189,9 @@ def check(call: Call) -> None:
     same = sampling.greedy or sampling.top_k == 1 or rule in ("match", "coupled") or call.how == "ngram"
     if call.exact and same:
         assert [(r.tokens, r.finish_reason) for r in results] == [(r.tokens, r.finish_reason) for r in plain]
+    if draft is target and call.exact and sampling.greedy and call.how == "model" and tree_of(call).is_chain:
+        kept = [step for result in results for step in result.steps if step.finish_reason != "stop"]
+        assert all(step.accepted == step.proposed for step in kept)  # whoever knows what will be said is believed
     check_stream(call, target, drafter, options, results)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from minispec.bars import bar
 from minispec.bench.machine import (
     BATCHES,
     CONTEXTS,
@@ -73,11 +73,11 @@ def run_bench(args: argparse.Namespace) -> None:
     if args.emulate_layers:
         title += f"; EMULATION: {args.emulate_layers} layers added that cost time and change nothing"
     console = Console(width=None if Console().is_terminal else 120)
-    with Progress(console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as bar:
+    with bar(*Progress.get_default_columns()) as shown:
         if args.growth:
-            found: dict[str, Any] = {"growth": _growth(args, pair, prompts, console, bar)}
+            found: dict[str, Any] = {"growth": _growth(args, pair, prompts, console, shown)}
         else:
-            found = _compare(args, pair, prompts, console, bar, title)
+            found = _compare(args, pair, prompts, console, shown, title)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 

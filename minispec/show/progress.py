@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from minispec.bars import bar
 from minispec.lab.law import Enumerator
 from minispec.sampling import Rng
 
@@ -18,12 +18,11 @@ T = TypeVar("T")
 @contextmanager
 def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
     """A bar for `total` units of work; call what it yields with the units that are newly done."""
-    console = Console(stderr=True)
     done = MofNCompleteColumn() if total != 1 else TaskProgressColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn(elapsed_when_finished=True))
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda units: bar.advance(task, units)
+    with bar(*columns, transient=True) as shown:
+        task = shown.add_task(title, total=total)
+        yield lambda units: shown.advance(task, units)
 
 
 @contextmanager

@@ -30,6 +30,10 @@ def stages(config: dict[str, Any]) -> list[tuple[str, list[dict[str, float]]]]:
 
 
 def run_curves(args: argparse.Namespace) -> None:
+    folder = args.pair or weights_folder()
+    found = stages(read_config(folder))
+    if not found:
+        raise ValueError(f"{folder / CONFIG}: tells of no training stages; nothing to plot")
     try:
         import matplotlib
 
@@ -37,10 +41,6 @@ def run_curves(args: argparse.Namespace) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise ImportError("plotting needs matplotlib: pip install 'minispec[tutorials]'") from None
-    folder = args.pair or weights_folder()
-    found = stages(read_config(folder))
-    if not found:
-        raise ValueError(f"{folder / CONFIG}: tells of no training stages; nothing to plot")
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
     for axis, (key, label) in zip(axes, LABELS.items(), strict=True):
         for name, curve in found:

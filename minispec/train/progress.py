@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
+from minispec.bars import bar
 from minispec.train.recipe import State
 
 COUNTS = ("step", "tokens", "seconds", "loss")
@@ -23,10 +23,9 @@ def progress(title: str, tokens_per_step: int) -> Iterator[Callable[[State, floa
         TextColumn("{task.percentage:3.0f}% {task.fields[info]}"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    console = Console(stderr=True)
     start, first, said = time.monotonic(), -1, time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=1.0, info="")
+    with bar(*columns) as shown:
+        task = shown.add_task(title, total=1.0, info="")
 
         def on_step(state: State, share: float) -> None:
             nonlocal first, said
@@ -36,9 +35,9 @@ def progress(title: str, tokens_per_step: int) -> Iterator[Callable[[State, floa
             latest = state.history[-1] if state.history else {}
             figures = "".join(f"{name} {value:.3f} " for name, value in latest.items() if name not in COUNTS)
             info = f"step {state.step} loss {state.loss:.3f} {figures}{speed:,.0f} tokens/s"
-            bar.update(task, completed=share, info=info)
-            if not console.is_terminal and now - said > 20:
+            shown.update(task, completed=share, info=info)
+            if not shown.console.is_terminal and now - said > 20:
                 said = now
-                print(f"{title}: {share:4.0%} {info}", file=console.file, flush=True)
+                print(f"{title}: {share:4.0%} {info}", file=shown.console.file, flush=True)
 
         yield on_step
