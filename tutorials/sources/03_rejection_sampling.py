@@ -228,7 +228,7 @@ for t in range(3):
     ax.axhline(p[t], color=f"C{t}", linestyle="--", linewidth=1.5)
     ax.bar(0, 0, color=f"C{t}", label=f"token {t} (dashed: p)")
 ax.set_xticks(range(len(variants)), list(variants), rotation=15, fontsize=11)
-ax.set(ylabel="probability", title="What each variant emits", ylim=(0, 1.05))
+ax.set(ylabel="probability", title="What each variant emits", ylim=(0, 1.3))
 ax.legend(ncols=3, fontsize=11)
 plt.show()
 for name, law in variants.items():
