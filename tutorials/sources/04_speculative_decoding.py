@@ -187,6 +187,7 @@ for c in (0.02, 0.1, 0.3):
     ax.plot([best], [gain], "ko")
 ax.axhline(1, color="grey", linewidth=1)
 ax.set(xlabel="guesses K", ylabel="speed-up", title="a = 0.8: more guesses are not always better")
+ax.set_ylim(0.7, 5.2)
 ax.legend()
 plt.show()
 
