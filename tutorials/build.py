@@ -14,10 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-import nbformat
-from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from typing import Any
 
 HERE = Path(__file__).parent
 SOURCES, SOLUTIONS = HERE / "sources", HERE / "solutions"
@@ -25,28 +22,38 @@ MARKER = re.compile(r"^# %%(?: \[(markdown)\]| (exercise|solution) (\S+))?$", re
 LIMIT = 300_000  # bytes of a notebook
 
 
-def make(source: Path, solved: bool) -> nbformat.NotebookNode:
-    """The notebook of a source, not executed."""
+def cells(source: Path, solved: bool) -> list[tuple[str, str, list[str]]]:
+    """(type, text, tags) of each cell, with the exercises or with their solutions."""
     parts = MARKER.split(source.read_text(encoding="utf-8"))[1:]  # (markdown, kind, name, text) of each cell
-    cells = []
+    found = []
     for markdown, kind, name, text in zip(*[iter(parts)] * 4, strict=True):
-        if kind == ("exercise" if solved else "solution"):
-            continue
         if markdown:
             lines = [re.sub(r"^# ?", "", line) for line in text.strip().splitlines()]
-            cell = new_markdown_cell("\n".join(lines))
-        else:
-            cell = new_code_cell(text.strip())
-            if kind:
-                cell.metadata["tags"] = [kind, name]
-        cell.id = f"cell-{len(cells)}"
-        cells.append(cell)
+            found.append(("markdown", "\n".join(lines), []))
+        elif kind != ("exercise" if solved else "solution"):
+            found.append(("code", text.strip(), [kind, name] if kind else []))
+    return found
+
+
+def make(source: Path, solved: bool) -> Any:
+    """The notebook of a source, not executed."""
+    from nbformat import v4
+
+    made = []
+    for i, (kind, text, tags) in enumerate(cells(source, solved)):
+        cell = v4.new_markdown_cell(text) if kind == "markdown" else v4.new_code_cell(text)
+        cell.id = f"cell-{i}"
+        if tags:
+            cell.metadata["tags"] = tags
+        made.append(cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    return new_notebook(cells=cells, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
+    return v4.new_notebook(cells=made, metadata={"kernelspec": kernel, "language_info": {"name": "python"}})
 
 
-def execute(notebook: nbformat.NotebookNode) -> float:
+def execute(notebook: Any) -> float:
     """Run it in an empty folder; return the seconds. ValueError where a cell writes to stderr."""
+    from nbclient import NotebookClient
+
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
@@ -64,6 +71,8 @@ def pairs(source: Path) -> list[tuple[Path, bool]]:
 
 
 def main(wanted: list[str]) -> None:
+    import nbformat
+
     SOLUTIONS.mkdir(exist_ok=True)
     for source in sorted(SOURCES.glob("*.py")):
         if wanted and not source.name.startswith(tuple(wanted)):

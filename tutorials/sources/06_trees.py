@@ -308,6 +308,7 @@ for slope, name in ((0.0, "flat"), (0.05, "+5 % a token"), (0.2, "+20 % a token"
 ax.set(
     xscale="log", xlabel="nodes", ylabel="speed-up", title="Best tree of each size (dotted: best chain)", ylim=(0, 4.2)
 )
+ax.minorticks_off()
 ax.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
 ax.legend(fontsize=11)
 plt.show()

@@ -75,38 +75,45 @@ def my_forward_kl(p, q):
 check("07.forward_kl", my_forward_kl)
 
 # %% [markdown]
-# KL and TV are not the same. A target with three likely tokens; the draft may give its mass m to the third or spread it. Where is each loss lowest?
+# KL and TV are not the same. Here the target has two likely regions, and the draft is a model too small to copy it: it can only place *one* hump,
+# anywhere and of any width. **Predict:** where does each loss put the hump?
 
 # %%
-p = torch.tensor([0.55, 0.40, 0.05], dtype=torch.float64)
-mass = torch.linspace(0.01, 0.9, 90, dtype=torch.float64)
-shape = torch.stack([(1 - mass) * 0.5, (1 - mass) * 0.5, mass], -1)  # a draft that cannot tell tokens 0 and 1 apart
-fkl = (p * (p / shape).log()).sum(-1)
-rkl = (shape * (shape / p).log()).sum(-1)
-tv = 0.5 * (p - shape).abs().sum(-1)
+x = torch.arange(24, dtype=torch.float64)
+
+
+def hump(centre, width):
+    return (-0.5 * ((x - centre) / width) ** 2).softmax(0)
+
+
+p = 0.62 * hump(7, 1.5) + 0.38 * hump(16, 1.8)
+drafts = [hump(c / 2, w / 4) for c in range(47) for w in range(5, 40)]  # all that this draft could be
+losses = {
+    "KL(p || q)": lambda q: (p * (p / q).log()).sum(),
+    "KL(q || p)": lambda q: (q * (q / p).log()).sum(),
+    "TV(p, q)": lambda q: 0.5 * (p - q).abs().sum(),
+}
 fig, ax = plt.subplots()
-for loss, name in ((fkl, "KL(p || q)"), (rkl, "KL(q || p)"), (tv, "TV(p, q)")):
-    (line,) = ax.plot(mass, loss, label=f"{name}, lowest at m = {float(mass[loss.argmin()]):.2f}")
-    ax.plot(mass[loss.argmin()], loss.min(), "o", color=line.get_color())
-ax.set(
-    xlabel="m = q(token 2); the rest is shared by tokens 0 and 1",
-    ylabel="loss",
-    ylim=(0, 1),
-    title="A draft too small to be right",
-)
-ax.legend()
+ax.bar(x, p, 0.9, color="lightgrey", label="p (target)")
+for name, loss in losses.items():
+    best = min(drafts, key=lambda q: float(loss(q)))
+    ax.plot(x, best, label=f"lowest {name}: acceptance {float(torch.minimum(p, best).sum()):.2f}")
+ax.set(xlabel="token", ylabel="probability", title="A draft too small to be right", ylim=(0, 0.3))
+ax.legend(loc="upper right", fontsize=11)
 plt.show()
 
 # %% [markdown]
-# A model too small to copy its target must choose what to get wrong, and each loss chooses otherwise. In practice: forward KL first, TV to finish.
+# A model too small to copy its target must choose what to get wrong: forward KL covers everything, reverse KL plays safe, and TV is the rejection rate itself. Its gradient
+# is useless while the draft is far off, though. In practice: forward KL first, TV to finish.
 #
 # ## Teach one, live
 # Training data: what the *target itself* says. No corpus is needed, and the draft sees just the kind of text it will draft for.
 
 # %%
-own = distillation.own_samples(target, [tokenizer.end_of_text], rows=28, length=96, seed=0)  # (28, 96)
+runs = minispec.generate(target, prompts(pair), max_new_tokens=90, stop=(), seed=0)
+own = torch.tensor([(run.prompt + run.tokens)[:96] for run in runs], device=target.device)  # (24, 96)
 held_out, train = own[:4], own[4:].split(4)
-print(f"{sum(b.numel() for b in train)} tokens, e.g. {tokenizer.decode(own[0, 1:24].tolist())!r}")
+print(f"{sum(b.numel() for b in train)} tokens, e.g. {tokenizer.decode(own[5, :40].tolist())!r}")
 
 # %% [markdown]
 # The student: a model of the shipped draft's shape with random weights. Training is a loop over "both read the same text, move q towards p":

@@ -17,11 +17,11 @@ from minispec.teach import check, compare, device, prompts, source, style
 style()
 pair = minispec.load_pair(device=device())
 target, draft, tokenizer = pair.target, pair.draft, pair.tokenizer
-texts = prompts(pair, 8)
+texts = prompts(pair, 6)
 
 
 def tokens_a_pass(drafter, seed=0, new=48, sampling=None, **options):
-    """Tokens a target pass over eight prompts."""
+    """Tokens a target pass over six prompts."""
     options |= {"max_new_tokens": new, "sampling": sampling or Sampling(), "stop": (), "seed": seed}
     stats = [run.stats for run in minispec.speculate(target, drafter, texts, **options)]
     return sum(s.new_tokens for s in stats) / sum(s.target_passes for s in stats)
@@ -62,7 +62,7 @@ check("08.block_weights", my_weights)
 my_guess = ...  # gain at K = 10, in percent
 
 # %%
-lengths = (2, 4, 7, 10)
+lengths = (2, 5, 10)
 yields = {rule: [tokens_a_pass(draft, draft_len=k, rule=rule) for k in lengths] for rule in ("token", "block")}
 fig, ax = plt.subplots()
 for rule, values in yields.items():
@@ -144,9 +144,9 @@ check("08.lookup", my_lookup)
 # %%
 greedy = Sampling(0.0)
 without_model = {
-    "draft model": tokens_a_pass(draft, draft_len=4, sampling=greedy, new=64),
-    "prompt lookup": tokens_a_pass(NGramDrafter(4), sampling=greedy, new=64),
-    "early exit, 3 of 8": tokens_a_pass(EarlyExitDrafter(target, 3, Tree.chain(4), "top-k"), sampling=greedy, new=64),
+    "draft model": tokens_a_pass(draft, draft_len=4, sampling=greedy, new=40),
+    "prompt lookup": tokens_a_pass(NGramDrafter(4), sampling=greedy, new=40),
+    "early exit, 3 of 8": tokens_a_pass(EarlyExitDrafter(target, 3, Tree.chain(4), "top-k"), sampling=greedy, new=40),
 }
 fig, ax = plt.subplots(figsize=(8, 2.8))
 bars = ax.barh(list(without_model), list(without_model.values()), color=["C0", "C1", "C2"])
@@ -180,7 +180,7 @@ check("08.stopping", my_answer)
 drafters = {
     "chain of 8": minispec.ModelDrafter(draft, Tree.chain(8)),
     "two more / one less (C)": HeuristicDrafter(draft, max_len=8),
-    "stop when unsure (B)": AdaptiveDrafter(draft, max_len=8),
+    "stop when unsure (B)": AdaptiveDrafter(draft, max_len=8, cost=0.03),
 }
 for name, drafter in drafters.items():
     runs = [r.stats for r in minispec.speculate(target, drafter, texts, max_new_tokens=48, stop=(), seed=0)]
