@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from minispec.planner import best_draft_len, speed_up
-from minispec.teach.grading import Exercise, Mistake
+from minispec.teach.grading import Exercise, Mistake, unanswered
 from minispec.teach.rejection import PAIRS
 
 Drafts = dict[str, tuple[float, float]]  # name -> (acceptance, cost ratio)
@@ -38,7 +38,7 @@ def most(score: Callable[[float, float], float]) -> Callable[[Drafts], str]:
 def named(answer: Any, case: tuple[Any, ...]) -> Any:
     """The name given, or None. TypeError for what is no name."""
     found = answer(dict(case[0]))
-    if found is not None and found not in case[0]:
+    if not unanswered(found) and found not in list(case[0]):
         raise TypeError(f"the name of a draft is wanted, one of {', '.join(case[0])}; got {found!r}")
     return found
 

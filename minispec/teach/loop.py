@@ -12,7 +12,7 @@ from torch import Tensor
 from minispec.lab import exact_law
 from minispec.planner import expected_tokens, speed_up
 from minispec.sampling import Rng
-from minispec.teach.grading import Exercise, Mistake, same
+from minispec.teach.grading import Exercise, Mistake, same, unanswered
 from minispec.teach.helpers import Dice
 from minispec.verify import residual
 
@@ -140,7 +140,7 @@ def passes(answer: Callable[..., Any], K: int, new: int) -> dict[Any, float] | N
 
 def as_tokens(value: Any) -> tuple[int, ...] | None:
     """A list of token ids as a tuple. TypeError for anything else."""
-    if value is None:
+    if unanswered(value):
         return None
     if not isinstance(value, (list, tuple)) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
         raise TypeError(f"a list of token ids is wanted, got {value!r}")

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import minispec
-from minispec import planner
+from minispec import stopwatch
 from minispec.teach import check, compare, device, prompts, source, style
 
 style()
@@ -40,7 +40,7 @@ my_guess = ...  # t(6) / t(1)
 # %%
 def fastest(work, repeats=5):
     """Seconds of the fastest of some runs, the device's queue included."""
-    return min(planner.seconds(work, target.device) for _ in range(repeats))
+    return min(stopwatch.seconds(work, target.device) for _ in range(repeats))
 
 
 block = torch.ones(64_000_000, device=target.device)  # 256 MB, far more than any processor's cache
@@ -106,10 +106,10 @@ def my_pass_time(n, parameters, bytes_per_weight, bandwidth, flops):
 check("01.pass_time", my_pass_time)
 
 # %% [markdown]
-# And measured: `planner.measure` times passes over 1 to 32 tokens, in turn, and takes medians.
+# And measured: `stopwatch.measure` times passes over 1 to 32 tokens, in turn, and takes medians.
 
 # %%
-costs = planner.measure(pair.target, pair.draft, repeats=9)
+costs = stopwatch.measure(pair.target, pair.draft, repeats=9)
 sizes = sorted(costs.pass_time)
 roofline = [max(parameters * 4 / bandwidth, 2 * n * parameters / flops) for n in sizes]
 fig, ax = plt.subplots()
@@ -150,10 +150,10 @@ for i, x in enumerate(guess):
 # What remains: who guesses (a small *draft* model: 02, 04, 07), and what to do with a wrong guess so that the text is
 # *exactly* as if the target had written it alone (03).
 #
-# For the curious, this is all that `planner.measure` does:
+# For the curious, this is all that `stopwatch.measure` does:
 
 # %%
-source(planner.measure)
+source(stopwatch.measure)
 
 # %% [markdown]
 # ## Summary

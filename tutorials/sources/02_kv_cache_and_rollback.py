@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import minispec
-from minispec import KVCache, planner
+from minispec import KVCache, stopwatch
 from minispec.teach import check, device, prompts, source, style
 
 style()
@@ -78,8 +78,8 @@ with torch.no_grad():
             cache.rollback(n)
             target(torch.zeros(1, 1, dtype=torch.long, device=target.device), cache)
 
-        with_cache.append(min(planner.seconds(one_token, target.device) for _ in range(7)))
-        without.append(min(planner.seconds(lambda long=long: target(long), target.device) for _ in range(3)))
+        with_cache.append(min(stopwatch.seconds(one_token, target.device) for _ in range(7)))
+        without.append(min(stopwatch.seconds(lambda long=long: target(long), target.device) for _ in range(3)))
 fig, ax = plt.subplots()
 ax.plot(lengths, [1e3 * t for t in without], "s--", label="without a cache: read it all again")
 ax.plot(lengths, [1e3 * t for t in with_cache], "o-", label="with a cache: one row")

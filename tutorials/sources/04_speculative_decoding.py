@@ -15,10 +15,9 @@
 
 # %%
 import matplotlib.pyplot as plt
-import torch
 
 import minispec
-from minispec import Sampling, Tree, planner
+from minispec import Sampling, Tree, planner, stopwatch
 from minispec.teach import Dice, check, compare, device, laws, prompts, source, style
 
 style()
@@ -198,7 +197,7 @@ plt.show()
 # First the costs of this machine, then plain and speculative decoding in turn, and the acceptance that was seen.
 
 # %%
-costs = planner.measure(target, draft, repeats=7)
+costs = stopwatch.measure(target, draft, repeats=7)
 lengths, texts, sampling = (1, 2, 3, 5, 8), prompts(pair, 3), Sampling(1.0)
 runs = {k: [] for k in (0, *lengths)}
 for seed, text in enumerate(texts):  # in turn, so that a busy moment hits all of them

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import minispec
-from minispec import Sampling, Tree, planner, verify
+from minispec import Tree, planner, verify
 from minispec.advanced import acceptance_by_rank
 from minispec.lab import exact_law
 from minispec.teach import Dice, check, device, prompts, source, style

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import minispec
-from minispec import EarlyExitDrafter, NGramDrafter, Sampling, Tree, planner, verify
+from minispec import EarlyExitDrafter, NGramDrafter, Sampling, Tree, planner, stopwatch, verify
 from minispec.advanced import AdaptiveDrafter, HeuristicDrafter, traversal
 from minispec.teach import check, compare, device, prompts, source, style
 
@@ -227,7 +227,7 @@ with torch.inference_mode():
             target(ids[:n], cache)
 
         one_pass()
-        times[n] = min(planner.seconds(one_pass, target.device) for _ in range(3))
+        times[n] = min(stopwatch.seconds(one_pass, target.device) for _ in range(3))
 costs = planner.Costs(times, draft_step=0.0)
 expected = planner.expected_tokens(0.8, 4)
 batches = (1, 2, 4, 6, 8, 12, 16)
