@@ -316,6 +316,8 @@ def verify(p, q, drafted, rng, *, flaw=""):  # type: ignore[no-untyped-def]
     ok = []
     for i in range(drafted.shape[1]):
         x = drafted[0, i]
+        if x < 0:
+            break
         chance = (q[0, i, x] / p[0, i, x]) if flaw == "inverted" else p[0, i, x] / q[0, i, x]
         if flaw == "no coin":
             ok.append(bool(p[0, i, x] >= q[0, i, x]))
@@ -325,7 +327,7 @@ def verify(p, q, drafted, rng, *, flaw=""):  # type: ignore[no-untyped-def]
             break
     accepted = sum(ok)
     if accepted == drafted.shape[1]:
-        law = q[0, -1] if flaw == "bonus" else p[0, -1]
+        law = q[0, -1] if drafted.shape[1] and flaw == "bonus" else p[0, -1]
     else:
         law = p[0, accepted] if flaw == "resample" else residual(p[0, accepted], q[0, accepted])
     return torch.tensor([accepted]), rng.pick(law[None])

@@ -13,7 +13,7 @@ from minispec.lab import exact_law
 from minispec.sampling import Rng
 from minispec.teach.grading import Exercise, Mistake, unanswered
 from minispec.teach.loop import DRAFT, TARGET
-from minispec.verify import count_accepted, residual, token
+from minispec.verify import Rule, count_accepted, residual, token
 
 ChainRule = Callable[[Tensor, Tensor, Tensor, Rng], tuple[Tensor, Tensor]]
 MENU = {
@@ -24,7 +24,6 @@ MENU = {
     5: "nothing is wrong",
 }
 CULPRITS = {"A": 2, "B": 5, "C": 1}
-LENGTH = 3  # tokens of the law that a rule is judged by
 
 
 def rule_with(
@@ -38,16 +37,26 @@ def rule_with(
     count: Callable[[Tensor], Tensor] = count_accepted,
 ) -> tuple[Tensor, Tensor]:
     """The token rule with its parts open. As it stands it is right. Shapes as in `verify.token`."""
-    K, row = drafted.shape[1], torch.arange(len(drafted))
-    p_x, q_x = (law[:, :K].gather(2, drafted[..., None])[..., 0] for law in (p, q))  # (B, K)
-    accepted = count(rng.flip(accept(p_x, q_x).clamp(0, 1)))  # (B,)
-    at = accepted.clamp(max=K - 1)
-    after = rest(p[row, at], q[row, at], drafted[row, at])  # (B, V)
-    law = torch.where((accepted == K)[:, None], bonus(p[:, K], q[:, K - 1]), after)
-    return accepted, rng.pick(law)
+    B, K = drafted.shape
+    row, x = torch.arange(B), torch.cat([drafted.clamp(min=0), drafted.new_zeros(B, 1)], 1)  # (B,), (B, K+1)
+    p_x, q_x = p[:, :K].gather(2, x[:, :K, None])[..., 0], q.gather(2, x[:, :K, None])[..., 0]  # (B, K)
+    accepted = count(rng.flip(torch.where(q_x > 0, accept(p_x, q_x), 0.0).clamp(0, 1)))  # (B,)
+    laws = torch.cat([q, q.new_zeros(B, 1, q.shape[2])], 1)  # (B, K+1, V): an absent guess has an all-zero law
+    after = rest(p[row, accepted], laws[row, accepted], x[row, accepted])  # (B, V)
+    present = laws[row, accepted].sum(-1) > 0
+    last = bonus(p[:, K], q[:, K - 1]) if K else p[:, K]
+    law = torch.where(present[:, None], after, p[row, accepted])
+    return accepted, rng.pick(torch.where((accepted == K)[:, None], last, law))
 
 
-def suspects() -> dict[str, ChainRule]:
+def careless(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
+    """The right rule for full chains, which takes an absent guess for token 0 of a law in which it is sure."""
+    absent = (drafted < 0)[..., None]  # (B, K, 1)
+    accepted, emitted = token(p, torch.where(absent, p[:, :-1], q), drafted, rng)
+    return accepted, emitted
+
+
+def suspects() -> dict[str, Rule]:
     """Three verification rules whose source one should not read before having guessed."""
     made: dict[int, ChainRule] = {
         1: partial(rule_with, rest=lambda p, q, x: p),
@@ -56,23 +65,33 @@ def suspects() -> dict[str, ChainRule]:
         4: partial(rule_with, accept=lambda p_x, q_x: q_x / p_x),
         5: rule_with,
     }
-    return {name: made[number] for name, number in CULPRITS.items()}
+    kinds = frozenset({"chain"})
+    return {name: Rule(name, kinds, "without", chain=made[number]) for name, number in CULPRITS.items()}
 
 
-def rule_law(rule: ChainRule, length: int = LENGTH, draft_len: int = 2) -> dict[tuple[int, ...], float] | None:
-    """The exact law of the first tokens of text when one step under `rule` begins it and the target ends it."""
+def rule_law(rule: ChainRule, length: int, draft_len: int, real: int) -> dict[tuple[int, ...], float] | None:
+    """The exact law of the first tokens of text when one step under `rule` begins it and the target ends it.
+
+    Of the `draft_len` guesses the first `real` are there, the others are absent: token -1, an all-zero q.
+    """
 
     def step(rng: Rng) -> tuple[int, ...] | None:
         drafted: list[int] = []
-        for _ in range(draft_len):
+        for _ in range(real):
             drafted.append(int(rng.pick(DRAFT[([0] + drafted)[-1]][None])[0]))
         context = [0, *drafted]
-        returned = rule(TARGET[context][None], DRAFT[context[:-1]][None], torch.tensor([drafted]), rng)
+        q = torch.zeros(1, draft_len, len(TARGET), dtype=TARGET.dtype)
+        q[0, :real] = DRAFT[context[:-1]]
+        padded = torch.full((1, draft_len), -1)
+        padded[0, :real] = torch.tensor(drafted, dtype=torch.long)
+        returned = rule(TARGET[(context + [0] * draft_len)[: draft_len + 1]][None], q, padded, rng)
         if unanswered(returned):
             return None
         accepted, emitted = (int(value) for value in returned)
-        if not (0 <= accepted <= draft_len and 0 <= emitted < len(TARGET)):
-            raise ValueError(f"accepted must be in 0..{draft_len} and token in 0..2, got {accepted} and {emitted}")
+        if not (0 <= accepted <= real and 0 <= emitted < len(TARGET)):
+            raise ValueError(
+                f"with {real} guesses accepted must be in 0..{real} and token in 0..2, got {accepted} and {emitted}"
+            )
         return (*drafted[:accepted], emitted)
 
     begun = exact_law(step, max_leaves=2000)
@@ -172,7 +191,7 @@ BUG = Exercise(
 
 RULE = Exercise(
     right=token,
-    cases=[(3, 2), (2, 1)],
+    cases=[(3, 2, 2), (2, 1, 1), (2, 2, 1), (1, 0, 0)],  # at last an absent guess, and none at all
     observe=observe,
     explain=explain_law,
     praise="The joint law is the target's. Now let the whole suite of notebook 05 look at it.",
@@ -201,6 +220,12 @@ RULE = Exercise(
             "bonus from the draft",
             "the token after K accepted guesses is drawn from q. Nothing tests it, so it must come from p.",
             partial(rule_with, bonus=lambda p, q: q),
+        ),
+        Mistake(
+            "absent guess accepted",
+            "right for chains that are full. An absent guess (token -1) has an all-zero q, and p / 0 is infinite: where "
+            "q(x) = 0 nothing may be accepted.",
+            careless,
         ),
         Mistake(
             "all heads counted",
