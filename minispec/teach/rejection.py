@@ -218,4 +218,4 @@ def norm(weights: Tensor) -> Tensor:
     return weights / weights.sum()
 
 
-EXERCISES = {"03.accept": ACCEPT, "03.residual": RESIDUAL, "03.acceptance": ACCEPTANCE, "03.step": STEP}
+EXERCISES = {"03.accept": ACCEPT, "03.residual": RESIDUAL, "03.step": STEP, "03.acceptance": ACCEPTANCE}

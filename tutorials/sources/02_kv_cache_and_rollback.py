@@ -12,7 +12,7 @@ import torch
 
 import minispec
 from minispec import KVCache, stopwatch
-from minispec.teach import check, device, prompts, source, style
+from minispec.teach import check, compare, device, prompts, source, style
 
 style()
 pair = minispec.load_pair(device=device())
@@ -171,6 +171,7 @@ ax.axvline(same, color="k", linestyle=":", label="first different token")
 ax.set(xlabel="step", ylabel="TV to the right law", title="One stale row after each rejection", ylim=(0, 1))
 ax.legend(loc="upper left")
 plt.show()
+compare("total variation in the second step", my_guess, float(tv[1]))
 print("right :", tokenizer.decode(right).replace("\n", " "))
 print("broken:", tokenizer.decode(broken).replace("\n", " "))
 
