@@ -140,7 +140,10 @@ print(f"next logits, rolled back against never guessed: {float((after - fresh).a
 # Keep **one row too many** after every rejection: the row of a guess that was rejected. The code runs, the text looks fine.
 # Let us decode greedily by hand, once right and once with that bug, and compare the laws for the next token at each place.
 #
-# **Predict:** how far is the law off: 0.001, 0.01, 0.1, or 0.5 in total variation?
+# **Predict:** how far is the law off in the second step: 0.001, 0.01, 0.1, or 0.5 in total variation?
+
+# %%
+my_guess = ...  # total variation
 
 
 # %%
