@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from minispec import Randomness
+from minispec import GPT, Pair, Randomness, Sampling
 from minispec.lab import Enumerator
-from minispec.teach import Dice, check, grade, grading, source
+from minispec.teach import Dice, check, compare, grade, grading, laws, prompts, source
 from minispec.teach.grading import LESSONS, Exercise, find
 from minispec.teach.patience import TooLong, patience
 
@@ -204,6 +206,34 @@ def test_source_shows_code_with_and_without_its_docstring() -> None:
     assert '"""' not in repr(bare)
     assert "def grade(" in bare.text
     assert whole._repr_markdown_().startswith("```python\ndef grade(")
+
+
+def test_a_guess_is_printed_beside_the_measurement_whatever_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for guess in (..., None, 3, 0.25, "twice", (1, 2)):
+        compare("gain", guess, 2.34567, "x")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == lines[1] == "gain: no guess, measured 2.35x"
+    assert lines[2:5] == [f"gain: your guess {text}, measured 2.35x" for text in ("3x", "0.25x", "twice")]
+    assert "(1, 2)" in lines[5]
+
+
+def test_laws_are_the_models_own_after_each_token(two: tuple[GPT, GPT]) -> None:
+    target, _ = two
+    found = laws(target, [0, 2, 1])
+    assert found.shape == (3, 3)
+    torch.testing.assert_close(found[1], target(torch.tensor([[0, 2]]))[0, -1].softmax(-1))
+    assert laws(target, [0], Sampling(0.0)).max() == 1
+
+
+def test_prompts_are_those_of_the_package(shipped: Pair) -> None:
+    assert len(prompts(shipped)) == 24
+    assert shipped.tokenizer.decode(prompts(shipped, 2)[0]).startswith("Once upon a time")
+    assert len(prompts(shipped, 2)) == 2
+
+
+def test_teach_loads_no_plotting_until_it_is_asked_for() -> None:
+    code = "import sys, minispec.teach; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_hint_holds_a_solution() -> None:

@@ -72,7 +72,10 @@ def source(thing: Any, *, docstring: bool = True) -> Source:
 
 def compare(question: str, guess: Any, measured: float, unit: str = "") -> None:
     """Print a prediction beside what was measured; a guess that was not made is no matter."""
-    text = "no guess" if guess is ... or guess is None else f"your guess {guess:g}{unit}"
+    if guess is ... or guess is None:
+        text = "no guess"
+    else:
+        text = f"your guess {guess:g}{unit}" if isinstance(guess, (int, float)) else f"your guess {guess}"
     print(f"{question}: {text}, measured {measured:.3g}{unit}")
 
 
