@@ -191,7 +191,7 @@ BUG = Exercise(
 
 RULE = Exercise(
     right=token,
-    cases=[(3, 2, 2), (2, 1, 1), (2, 2, 1), (1, 0, 0)],  # at last an absent guess, and none at all
+    cases=[(3, 2, 2), (2, 1, 1), (2, 2, 1), (1, 0, 0)],  # at last an absent guess, and none
     observe=observe,
     explain=explain_law,
     praise="The joint law is the target's. Now let the whole suite of notebook 05 look at it.",
