@@ -7,6 +7,7 @@
 # cannot see; find a bug by its law; and put a rule of your own on the test-bench.
 
 # %%
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -241,6 +242,7 @@ bench = [
     "pytest",
     "-q",
     "--tb=no",
+    "--color=no",
     "-p",
     "no:cacheprovider",
     "--pyargs",
@@ -250,7 +252,7 @@ bench = [
     "--samples",
     "2000",
 ]
-run = subprocess.run(bench, capture_output=True, text=True, encoding="utf-8")
+run = subprocess.run(bench, capture_output=True, text=True, encoding="utf-8", env=os.environ | {"COLUMNS": "150"})
 print(run.stdout[-4000:] or run.stderr[-2000:])
 
 # %% [markdown]
