@@ -15,11 +15,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from minispec.lab.museum import PIECES
-from minispec.lab.report import CHECKS
 
 import minispec
 from minispec import lab
+from minispec.lab.museum import PIECES
+from minispec.lab.report import CHECKS
 from minispec.teach import check, compare, source, style
 from minispec.teach.lossless import suspects
 
