@@ -21,6 +21,7 @@
 # ```
 
 # %%
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,10 @@ from minispec.teach import check, compare, device, prompts
 # `minispec doctor` checks Python, torch, the weights' checksums, a generation, exactness in miniature, and times both models.
 
 # %%
-doctor = subprocess.run([sys.executable, "-m", "minispec", "doctor"], capture_output=True, text=True, encoding="utf-8")
+plain_text = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+plain_text |= {"NO_COLOR": "1", "TERM": "dumb", "PYTHONUTF8": "1", "COLUMNS": "110"}
+command = [sys.executable, "-m", "minispec", "doctor"]
+doctor = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=plain_text)
 print(doctor.stdout or doctor.stderr)
 
 # %% [markdown]
