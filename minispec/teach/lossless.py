@@ -223,8 +223,8 @@ RULE = Exercise(
         ),
         Mistake(
             "absent guess accepted",
-            "right for full chains. An absent guess (token -1) has an all-zero q, and p / 0 is infinite: where q(x) = 0 "
-            "nothing may be accepted.",
+            "right for full chains. An absent guess (token -1) has an all-zero q, and p / 0 is infinite: where "
+            "q(x) = 0 nothing may be accepted.",
             careless,
         ),
         Mistake(
