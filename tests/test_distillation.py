@@ -230,7 +230,10 @@ def test_bad_input_is_one_line(pair: Path, tmp_path: Path, capsys: pytest.Captur
         (["eval", str(tmp_path / "none.txt"), "--pair", str(pair)], "none.txt"),
         (["eval", str(tmp_path / "short.txt"), "--pair", str(pair)], "too few for one window"),
         (["distill", "--pair", str(pair), "--data", str(tmp_path / "nowhere"), "--steps", "1"], "no *.txt file"),
-        (["distill", "--pair", str(pair), "--data", "self", "--steps", "1", "--lr", "-1"], "lr must be a finite number > 0"),
+        (
+            ["distill", "--pair", str(pair), "--data", "self", "--steps", "1", "--lr", "-1"],
+            "lr must be a finite number > 0",
+        ),
         (
             ["distill", "--pair", str(pair), "--data", "self", "--steps", "1", "--keep", "-1"],
             "keep must be an integer >= 0",
