@@ -27,5 +27,5 @@ class Scripted:
 
 def stored(tensors: list[Tensor]) -> int:
     """Bytes of memory behind these tensors, which may be views of one another."""
-    real = [t for t in tensors if t.device.type != "meta"]
+    real = [t for t in tensors if t.device.type != "meta" and not t.is_mkldnn]  # packed weights are opaque
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in real)}.values())

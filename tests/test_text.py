@@ -281,7 +281,8 @@ def test_ctrl_c_ends_with_what_was_produced(
 def test_a_real_ctrl_c(tmp_path: Path) -> None:
     """Sent when the first words are out."""
     slow = (
-        "import sys, time, minispec.cli as c\n"
+        "import signal, sys, time, minispec.cli as c\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background begins with it ignored
         "original = c.stream\n"
         "def slow(*a, **k):\n"
         "    for step in original(*a, **k):\n"
