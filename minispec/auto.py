@@ -107,24 +107,27 @@ class Search:
         return rule if RULES[rule].chain is None else None
 
     @cached_property
-    def costs(self) -> Costs:
-        """Times of both models' passes, and what a plain step spends besides."""
+    def passes(self) -> Costs:
+        """Times of both models' passes."""
         context = min(64, self.target.config.block_size // 4)
         sizes = [n for n in SIZES if context + n <= self.target.config.block_size]
-        costs = measure(self.target, self.draft, context, sizes, batch=self.rows)
-        plain = self.step_time(NoDrafter(), "match")
-        return replace(costs, plain_overhead=max(plain - costs.check(1), 0.0))
+        return measure(self.target, self.draft, context, sizes, batch=self.rows)
 
-    def overhead(self, drafter: Drafter, rule: str, nodes: int, depth: int) -> float:
-        """What a step of this drafter and rule spends besides the passes, in seconds."""
-        passes = self.costs.check(nodes) + depth * self.costs.draft_step
-        return max(self.step_time(drafter, rule) - passes, 0.0)
+    def costs(self, drafter: Drafter, rule: str, nodes: int, depth: int) -> Costs:
+        """The passes' times, and what whole steps, plain ones and this drafter's, spend besides.
+
+        Both kinds of step are timed in turn, so that a slow spell of the machine hits both; what they spend besides
+        may come out negative where a pass inside the loop is quicker than alone.
+        """
+        plain, step = self.step_times(drafter, rule)
+        spent = self.passes.check(nodes) + depth * self.passes.draft_step
+        return replace(self.passes, overhead=step - spent, plain_overhead=plain - self.passes.check(1))
 
     def chains(self) -> list[Plan]:
         """A chain of each length: measured yield, predicted time."""
         name, lengths = self.chain_rule, [k for k in CHAINS if k <= self.deepest]
-        overhead = self.overhead(drafter_of(Plan(name, Tree.chain(4)), self.draft), name, 5, 4)
-        return [self.expect(Plan(name, Tree.chain(k)), overhead) for k in lengths]
+        costs = self.costs(drafter_of(Plan(name, Tree.chain(4)), self.draft), name, 5, 4)
+        return [self.expect(Plan(name, Tree.chain(k)), costs) for k in lengths]
 
     def tree(self) -> Plan:
         """The most promising tree by the acceptance of child ranks, then measured itself."""
@@ -134,21 +137,21 @@ class Search:
         found = {Tree.best(ranks, nodes, min(depth, self.deepest)) for nodes in NODES for depth in (4, 6, 8, 12)}
         best = max(
             sorted(found, key=lambda tree: tree.rows),
-            key=lambda tree: self.costs.speed_up(tree.expected_tokens(ranks), tree.size, tree.max_depth),
+            key=lambda tree: self.passes.speed_up(tree.expected_tokens(ranks), tree.size, tree.max_depth),
         )
         plan = Plan(self.tree_rule, best)
-        return self.expect(plan, self.overhead(drafter_of(plan, self.draft), plan.rule, best.size, best.max_depth))
+        return self.expect(plan, self.costs(drafter_of(plan, self.draft), plan.rule, best.size, best.max_depth))
 
     @property
     def deepest(self) -> int:
         """The deepest draft worth a try: half of what a text has room for."""
         return max(self.target.config.block_size // 4, 1)
 
-    def expect(self, plan: Plan, overhead: float) -> Plan:
+    def expect(self, plan: Plan, costs: Costs) -> Plan:
         """The plan with its measured yield and predicted speed-up."""
         depth, size = plan.tree.max_depth, plan.tree.size
         tokens = self.tokens_per_step(drafter_of(plan, self.draft), plan.rule, depth)
-        gain = replace(self.costs, overhead=overhead).speed_up(tokens, size, depth)
+        gain = costs.speed_up(tokens, size, depth)
         return replace(plan, tokens_per_step=tokens, speed_up=gain)
 
     def tokens_per_step(self, drafter: Drafter, rule: str, depth: int) -> float:
@@ -173,14 +176,15 @@ class Search:
         length = min(length, self.target.config.block_size - max(map(len, prompts)))
         return self.run(drafter, rule, prompts, length, self.sampling, seed)
 
-    def step_time(self, drafter: Drafter, rule: str, repeats: int = 5) -> float:
-        """Median seconds of a whole step, `rows` rows at once."""
-        found = []
+    def step_times(self, drafter: Drafter, rule: str, repeats: int = 7) -> tuple[float, float]:
+        """Median seconds of a plain step and of a step of this drafter, `rows` rows at once, in turn."""
+        found: tuple[list[float], list[float]] = ([], [])
         for repeat in range(repeats + 1):  # the first warms up
             prompts = [self.texts[(repeat + row) % len(self.texts)] for row in range(self.rows)]
-            results = self.decode(drafter, rule, prompts, self.length // 2, SEED + repeat)
-            found.append(results[0].stats.seconds / max(len(result.steps) for result in results))
-        return statistics.median(found[1:])
+            for times, (who, name) in zip(found, ((NoDrafter(), "match"), (drafter, rule)), strict=True):
+                results = self.decode(who, name, prompts, self.length // 2, SEED + repeat)
+                times.append(results[0].stats.seconds / max(len(result.steps) for result in results))
+        return statistics.median(found[0][1:]), statistics.median(found[1][1:])
 
 
 def full_steps(results: Sequence[Result], depth: int) -> float:

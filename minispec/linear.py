@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 LARGE, WIDE = 1 << 18, 256  # elements, and the shorter side, from which packing pays: its call costs some 20 us more
 ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
+SINGLE = 4  # rows that a single one is repeated to: oneDNN has a slower way with one row than with four
 
 
 def available() -> bool:
@@ -56,8 +57,10 @@ class Packed:
         if self._of is None or self._of[0] is not weight or self._of[1] != version:
             self._weight, self._of = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS), (weight, version)
         algorithm = "" if activation == "none" else "tanh"
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, activation, [], algorithm)
-        return out
+        single = x.dim() > 1 and x.numel() == x.shape[-1]
+        rows = x.expand(*x.shape[:-2], SINGLE, -1) if single else x
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, bias, activation, [], algorithm)
+        return out[..., :1, :] if single else out
 
 
 def large(weight: Tensor) -> bool:

@@ -39,7 +39,7 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> list[Costs]:
     """Costs that the search is told instead of measuring them; the list holds those to come, the last for good."""
     given = [CHEAP]
     monkeypatch.setattr(auto, "measure", lambda *_, **__: given[0])
-    monkeypatch.setattr(Search, "step_time", lambda *_, **__: 0.0)
+    monkeypatch.setattr(Search, "costs", lambda *_, **__: given[0])
     for name, value in (("TEXTS", 4), ("CHAINS", (1, 3, 8)), ("NODES", (5,))):
         monkeypatch.setattr(auto, name, value)
     return given

@@ -105,7 +105,7 @@ def _compare(
         expected = {setup.name: predictor.speed_up(setup) for setup in found}
         for row in timings(pair, found, timed, sampling, length, args.repeats, tick):
             rows.append(replace(row, predicted=expected[row.setup]))
-        print(describe(predictor.search.costs, read_bandwidth(pair.target.device), bytes_read(pair.target)))
+        print(describe(predictor.search.passes, read_bandwidth(pair.target.device), bytes_read(pair.target)))
         for setup in found:
             if (setup.plan is not None or setup.name.endswith("chain 5")) and setup.peer is None:
                 part = shares(pair, setup, timed, sampling, length)

@@ -18,8 +18,7 @@ def describe(costs: Costs, bandwidth: float, weights: int) -> str:
     reached = weights / costs.check(1)
     return (
         f"target pass {1e3 * costs.check(1):.2f} ms; relative to it: {checks}\n"
-        f"draft step {1e3 * costs.draft_step:.2f} ms, c = {costs.cost_ratio:.3f}; "
-        f"overhead of a plain step {1e3 * costs.plain_overhead:.2f} ms\n"
+        f"draft step {1e3 * costs.draft_step:.2f} ms, c = {costs.cost_ratio:.3f}\n"
         f"a target pass reads {weights / 1e6:.0f} MB at {reached / 1e9:.1f} GB/s, "
         f"{100 * reached / bandwidth:.0f} % of a plain read ({bandwidth / 1e9:.1f} GB/s)"
     )

@@ -11,6 +11,7 @@ from minispec.auto import Search, full_steps
 from minispec.bench.setups import Setup, decode
 from minispec.decode import search_run
 from minispec.pair import Pair
+from minispec.planner import Costs
 from minispec.result import Step, summarise
 from minispec.sampling import Sampling
 
@@ -105,7 +106,7 @@ class Predictor:
         self.search = Search(
             pair.target, pair.draft, sampling, None, search_run(pair.target), length=length, given=prompts
         )
-        self._overheads: dict[str, float] = {}
+        self._costs: dict[str, Costs] = {}
 
     def speed_up(self, setup: Setup) -> float | None:
         """Predicted ratio to plain decoding; None for a drafter whose cost has no model."""
@@ -117,16 +118,15 @@ class Predictor:
             return 1.0
         search, rule = self.search, setup.rule
         tokens = full_steps(search.decode(setup.drafter, rule, search.texts, search.length), setup.depth)
-        overhead = self.overhead(setup, rule)
-        return replace(search.costs, overhead=overhead).speed_up(tokens, setup.nodes, setup.depth)
+        return self.costs(setup, rule).speed_up(tokens, setup.nodes, setup.depth)
 
-    def overhead(self, setup: Setup, rule: str) -> float:
-        """Of a chain of 4 for all chains of a rule; of a tree its own."""
+    def costs(self, setup: Setup, rule: str) -> Costs:
+        """With the overhead of a chain of 4 for all chains of a rule; with its own for a tree."""
         drafter, depth = setup.drafter, setup.depth or 0
         name = setup.name
         if drafter.tree.is_chain:
             drafter = replace(drafter, tree=drafter.tree.chain(4))
             name, depth = rule, 4
-        if name not in self._overheads:
-            self._overheads[name] = self.search.overhead(drafter, rule, drafter.tree.size, depth)
-        return self._overheads[name]
+        if name not in self._costs:
+            self._costs[name] = self.search.costs(drafter, rule, drafter.tree.size, depth)
+        return self._costs[name]
