@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from doubles import Counting, TableModel, random_gpt, rows_of
+from doubles import Counting, TableModel, assert_prefilled, caches, random_gpt, rows_of
 
 from minispec import (
     GPT,
@@ -131,29 +131,13 @@ def test_case_12_the_drafts_cached_logits_equal_an_uncached_pass_before_every_st
     assert checked > 40
 
 
-def test_cache_equals_a_fresh_prefill_after_every_step(
-    pair11: tuple[GPT, GPT], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from minispec import KVCache, decode
-
+def test_cache_equals_a_fresh_prefill_after_every_step(pair11: tuple[GPT, GPT]) -> None:
     target, draft = pair11
-    made: list[KVCache] = []
-
-    class Watched(KVCache):
-        def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(decode, "KVCache", Watched)
     text = [1, 2, 3]
-    for step in stream(target, draft, text, max_new_tokens=60, draft_len=3, seed=0):
-        text = [*text, *step.tokens]
-        n = len(text)
-        assert made[0].lengths == [n - 1]
-        fresh = KVCache(target.config, capacity=128, dtype=torch.float64)
-        target(torch.tensor([text[:-1]]), fresh)
-        assert (made[0].k[..., : n - 1, :] - fresh.k[..., : n - 1, :]).abs().max() < 1e-10
-        assert (made[0].v[..., : n - 1, :] - fresh.v[..., : n - 1, :]).abs().max() < 1e-10
+    with caches() as made:
+        for step in stream(target, draft, text, max_new_tokens=60, draft_len=3, seed=0):
+            text = [*text, *step.tokens]
+            assert_prefilled(made[0], target, text)
 
 
 class Lengths:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from doubles import mix, random_gpt
+from doubles import caches, mix, random_gpt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,6 @@ from minispec import (
     Sampling,
     Step,
     Tree,
-    decode,
     generate,
     speculate,
     stream,
@@ -146,23 +144,6 @@ def drafter_of(call: Call, target: GPT, draft: GPT) -> tuple[Any, dict[str, Any]
         "heuristic": (HeuristicDrafter(draft, a, a + b), rule),
         "none": (draft, {"draft_len": 0}),
     }[call.how]
-
-
-@contextmanager
-def caches() -> Any:
-    """The caches that the target gets, in order."""
-    made: list[KVCache] = []
-
-    class Watched(KVCache):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    original, decode.KVCache = decode.KVCache, Watched
-    try:
-        yield made
-    finally:
-        decode.KVCache = original
 
 
 def check(call: Call) -> None:

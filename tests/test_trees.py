@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from doubles import Counting, TableModel, random_gpt, rows_of
+from doubles import Counting, TableModel, assert_prefilled, caches, random_gpt, rows_of
 from test_chi_squared import LENGTH, PROMPT, f1_joint, sample
 
 from minispec import (
@@ -383,29 +383,15 @@ def test_one_target_pass_a_step_and_a_draft_pass_a_level(name: str) -> None:
         assert len(draft.passes) == 6
 
 
-def test_cache_equals_a_prefill_after_every_tree_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minispec import KVCache, decode
-
-    made: list[KVCache] = []
-
-    class Watched(KVCache):
-        def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(decode, "KVCache", Watched)
+def test_cache_equals_a_prefill_after_every_tree_step() -> None:
     target, draft = long_gpt(1), long_gpt(2)
     for name, (drafter, rule) in every_drafter(target, draft).items():
-        made.clear()
         text, moved = [1, 2, 3], 0
-        for step in stream(target, drafter, text, max_new_tokens=40, seed=0, rule=rule):
-            text = [*text, *step.tokens]
-            n = len(text)
-            moved += step.path != tuple(range(len(step.path)))
-            fresh = KVCache(target.config, capacity=96, dtype=torch.float64)
-            target(torch.tensor([text[:-1]]), fresh)
-            assert made[0].lengths == [n - 1]
-            assert (made[0].k[..., : n - 1, :] - fresh.k[..., : n - 1, :]).abs().max() < 1e-10, name
+        with caches() as made:
+            for step in stream(target, drafter, text, max_new_tokens=40, seed=0, rule=rule):
+                text = [*text, *step.tokens]
+                moved += step.path != tuple(range(len(step.path)))
+                assert_prefilled(made[0], target, text)
         assert moved or name in ("block", "adaptive", "heuristic", "ngram"), name
 
 
