@@ -34,8 +34,7 @@ class Packed:
     """The packed copy of one weight, made when it is first needed and again when the weight has changed."""
 
     def __init__(self) -> None:
-        self._of: tuple[Tensor, int] | None = None  # the weight that was packed, and its version
-        self._weight: Tensor | None = None
+        self._kept: tuple[Tensor, int, Tensor] | None = None  # weight, its version, its copy: one, for threads' sake
 
     def __deepcopy__(self, memo: Any) -> Packed:
         return Packed()
@@ -45,7 +44,7 @@ class Packed:
 
     def clear(self) -> None:
         """Forget the copy."""
-        self._of = self._weight = None
+        self._kept = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
@@ -54,12 +53,13 @@ class Packed:
             y = F.linear(x, weight, bias)
             return y if activation == "none" else F.gelu(y, approximate="tanh")
         version = 0 if weight.is_inference() else weight._version
-        if self._of is None or self._of[0] is not weight or self._of[1] != version:
-            self._weight, self._of = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS), (weight, version)
+        kept = self._kept
+        if kept is None or kept[0] is not weight or kept[1] != version:
+            kept = self._kept = (weight, version, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS))
         algorithm = "" if activation == "none" else "tanh"
         single = x.dim() > 1 and x.numel() == x.shape[-1]
         rows = x.expand(*x.shape[:-2], SINGLE, -1) if single else x
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, bias, activation, [], algorithm)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, kept[2], bias, activation, [], algorithm)
         return out[..., :1, :] if single else out
 
 

@@ -240,7 +240,7 @@ def test_a_wrong_one_fails_with_the_verdict_in_words() -> None:
         (lambda p, n, s: 1 / 0, CONTRACT, "raised ZeroDivisionError"),
         (lambda p, n, s: p.append(0) or [0] * n, CONTRACT, "changed the prompt"),
         (lambda p, n, s: [0] * (n + 1), LENGTH, "asked for 0 tokens, it gave 1"),
-        (lambda p, n, s: torch.randint(3, (n,)), SEEDS, "the same seed, 0, gave two outputs"),
+        (lambda p, n, s: torch.randint(3, (n,)), SEEDS, r"the same seed, \d+, gave two outputs"),
         (lambda p, n, s: [0] * n, SEEDS, "the seed is not used"),
     ],
 )
@@ -358,7 +358,7 @@ def test_a_rule_that_raises_mutates_or_uses_another_generator_is_told_so() -> No
         (no_law, "weights"),
     ):
         report = check_rule(rule, samples=100)
-        assert report.failed == {CONTRACT}, str(report)
+        assert report.failed in ({CONTRACT}, {CONTRACT, ABSENT}), str(report)
         finding = report.finding(CONTRACT)
         assert finding is not None
         assert words in finding.message, finding.message

@@ -77,7 +77,8 @@ def test_one_generation_of_a_whole_context(models: tuple[GPT, GPT], rule: str) -
     assert steps[-1].finish_reason == "context"
     assert sum(len(s.tokens) for s in steps) == 127
     assert len(counts) > 1
-    assert len({tensors for tensors, _ in counts}) == 1
+    tensors = [number for number, _ in counts]
+    assert max(tensors) - min(tensors) < 12  # less than one a step; a tree of a shape not met before is remembered
     assert max(size for _, size in counts) - min(size for _, size in counts) < 4096
 
 

@@ -234,8 +234,8 @@ for args in (
     ["train", tales, "--size", "draft", "--pair", pair, *steps, *shape],
     ["distill", "--data", tales, "--pair", pair, *steps, "--out", out, "--batch", "2"],
     ["eval", tales + "/f\\u00fcchse.txt", "--pair", out, "--windows", "2", "--prompts", "1"],
-    ["generate", "Th\\u00e9 fox \\u706b \\U0001f600", "--pair", out, "--max-new-tokens", "4", "--seed", "1", "--stop", "zz"],
-    ["generate", "The fox", "--pair", out, "--max-new-tokens", "2", "--compare"],
+    ["generate", "Th\\u00e9 fox \\u706b \\U0001f600", "--pair", out, "--max-new-tokens", "4", "--draft-len", "4", "--stop", "zz"],
+    ["generate", "The fox", "--pair", out, "--max-new-tokens", "2", "--draft-len", "4", "--compare"],
     ["bench", "--pair", out, "--passes", "--prompts", "1", "--repeats", "1", "--max-new-tokens", "4", "--json", root + "/b.json"],
 ):
     assert main(args) == 0, args
@@ -276,7 +276,7 @@ def test_every_command_under_other_encodings(settings: dict[str, Any], tmp_path:
 
 def test_a_console_without_the_characters_gets_question_marks(tmp_path: Path) -> None:
     code = "import sys; from minispec.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "generate", "火 \U0001f600 é", "--max-new-tokens", "2", "--seed", "1"]
+    command = [sys.executable, "-c", code, "generate", "火 \U0001f600 é", "--max-new-tokens", "2", "--draft-len", "1"]
     env = os.environ | {"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
     done = subprocess.run(command, capture_output=True, env=env, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
@@ -309,7 +309,7 @@ def test_the_command_leaves_the_host_as_it_was(tmp_path: Path, capsys: pytest.Ca
 
     make_pair(tmp_path)
     before = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ), os.getcwd()
-    assert main(["generate", "abc", "--pair", str(tmp_path), "--max-new-tokens", "4"]) == 0
+    assert main(["generate", "abc", "--pair", str(tmp_path), "--max-new-tokens", "4", "--draft-len", "4"]) == 0
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ), os.getcwd()) == before[1:]
     assert GPTConfig(3, 4, 1, 1, 4).vocab_size == 3

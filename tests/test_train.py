@@ -220,7 +220,9 @@ def test_from_text_to_a_pair_that_generates(tmp_path: Path, capsys: pytest.Captu
     assert main(["train", folder, "--size", "draft", "--width", "16", "--steps", "30", *shape]) == 0
     assert "30 steps" in capsys.readouterr().out
     assert load_pair(pair).target.config.n_embd == 32
-    assert main(["generate", "The fox", "--pair", pair, "--max-new-tokens", "8", "--seed", "1"]) == 0
+    assert (
+        main(["generate", "The fox", "--pair", pair, "--max-new-tokens", "8", "--draft-len", "4", "--seed", "1"]) == 0
+    )
     out = capsys.readouterr().out
     assert out.startswith("The fox")
     assert "8 tokens," in out
