@@ -33,6 +33,19 @@ def test_packed_equals_plain(rows: int, activation: str) -> None:
     assert (got - want).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("shape", [(256,), (1, 256), (1, 1, 256)])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_a_single_row_is_one_row(shape: tuple[int, ...], activation: str) -> None:
+    """It is computed as some, whatever its rank; one comes out."""
+    linear, x = layer(), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    got = linear(x) if activation == "none" else linear.gelu(x)
+    want = F.linear(x, linear.weight, linear.bias)
+    want = want if activation == "none" else F.gelu(want, approximate="tanh")
+    assert packed(linear) == AVAILABLE
+    assert got.shape == want.shape
+    assert (got - want).abs().max() < 1e-5
+
+
 def test_what_takes_the_plain_path() -> None:
     for change in (
         lambda m: m.double(),
