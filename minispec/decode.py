@@ -287,10 +287,12 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
 
 def _score(target: LanguageModel, cache: KVCache, tree: Tree, tokens: Tensor, sampling: Sampling) -> Tensor:
     """p at every node of the draft, by one pass of the target: (B, N, V)."""
-    device = target.device
-    start = torch.tensor(cache.lengths, device=device)[:, None]  # (B, 1)
-    positions = (start + tree.depths.to(device)).clamp(max=target.config.block_size - 1)  # absent nodes may be out
-    mask = None if tree.is_chain else tree.mask.to(device)  # (1 or B, N, N)
+    chain, last = tree.is_chain, target.config.block_size - 1
+    mask = None if chain else tree.mask.to(target.device)  # (1 or B, N, N)
+    positions = None  # the slots, as a rule
+    if not chain or max(cache.lengths) + tree.max_depth > last:
+        start = torch.tensor(cache.lengths, device=target.device)[:, None]  # (B, 1)
+        positions = (start + tree.depths.to(target.device)).clamp(max=last)  # (B, N); absent nodes may be out
     logits = target(tokens.clamp(min=0), cache, positions, mask)  # (B, N, V)
     return sampling.probs(logits, "target")
 

@@ -170,9 +170,11 @@ class ModelSession:
     def read_level(self, tree: Tree, nodes: list[int], tokens: list[Tensor]) -> Tensor:
         """One pass over a whole level, each node seeing its ancestors: logits (B, P, V)."""
         ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)
-        end, device = nodes[-1] + 1, ids.device
+        end, device, last = nodes[-1] + 1, ids.device, self.model.config.block_size - 1
+        if tree.is_chain and max(self.cache.lengths) <= last:
+            return self.model(ids, self.cache)
         position = [
-            [min(n - nodes[0] + int(tree.depths[0, node]), self.model.config.block_size - 1) for node in nodes]
+            [min(n - nodes[0] + int(tree.depths[0, node]), last) for node in nodes]
             for n in self.cache.lengths  # n - nodes[0] is the slot, and position, of node 0
         ]
         mask = None if tree.is_chain else tree.mask[0, nodes, :end].to(device)  # (P, end): the last `end` slots

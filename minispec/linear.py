@@ -34,7 +34,9 @@ class Packed:
     """The packed copy of one weight, made when it is first needed and again when the weight has changed."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, int, Tensor] | None = None  # weight, its version, its copy: one, for threads' sake
+        self._kept: tuple[Tensor, int, Tensor | None] | None = (
+            None  # weight, its version, its copy: one, for threads' sake
+        )
 
     def __deepcopy__(self, memo: Any) -> Packed:
         return Packed()
@@ -48,13 +50,15 @@ class Packed:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
-        if not large(weight) or not usable(x, weight):
-            self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
-            y = F.linear(x, weight, bias)
-            return y if activation == "none" else F.gelu(y, approximate="tanh")
         version = 0 if weight.is_inference() else weight._version
         kept = self._kept
         if kept is None or kept[0] is not weight or kept[1] != version:
+            kept = (weight, version, None)
+        if not usable(x, weight) or (kept[2] is None and not large(weight)):
+            self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
+            y = F.linear(x, weight, bias)
+            return y if activation == "none" else F.gelu(y, approximate="tanh")
+        if kept[2] is None:
             kept = self._kept = (weight, version, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS))
         algorithm = "" if activation == "none" else "tanh"
         single = x.dim() > 1 and x.numel() == x.shape[-1]
@@ -72,7 +76,7 @@ def usable(x: Tensor, weight: Tensor) -> bool:
     """Whether a call may take the packed path: float32 on a CPU, nothing to differentiate, no autocast."""
     return (
         AVAILABLE
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
         and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))

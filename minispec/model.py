@@ -104,6 +104,11 @@ class Block(nn.Module):
         return out
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """Nothing: `GPT.reset_parameters` does it, and only where there is memory for it."""
+
+
 class GPT(nn.Module):
     """A decoder-only transformer. `end_of_text` is the id of the token that ends a text, or None."""
 
@@ -111,12 +116,13 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.end_of_text: int | None = None
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = Embedding(config.vocab_size, config.n_embd)
+        self.wpe = Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.head = Packed()  # of the tied embedding
-        self.reset_parameters()
+        if not self.wte.weight.is_meta:  # torch would load its compiler to draw numbers that are nowhere
+            self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """GPT-2's initialisation: N(0, .02), residual projections divided by sqrt(2 n_layer)."""
@@ -156,27 +162,29 @@ class GPT(nn.Module):
         seen. The default is causal. Raises `ValueError` past `block_size`.
         """
         B, T = tokens.shape
-        if positions is None:
-            positions = self._positions(B, T, cache)
+        where = self._where(B, T, cache) if positions is None else self.wpe(positions)  # (B or 1, T, C)
         if cache is not None:
             mask = cache.begin_write(T, mask)  # (B or 1, 1, T, S) or None
         elif mask is not None:
             mask = mask.view(-1, 1, T, T)
-        x = self.wte(tokens) + self.wpe(positions)  # (B, T, C)
+        x = self.wte(tokens) + where  # (B, T, C)
         for layer, block in enumerate(self.h):
             x = block(x, cache, layer, mask)
         if cache is not None:
             cache.end_write(T)
         return self.head.linear(self.ln_f(x), self.wte.weight)  # (B, T, V)
 
-    def _positions(self, B: int, T: int, cache: KVCache | None) -> Tensor:
+    def _where(self, B: int, T: int, cache: KVCache | None) -> Tensor:
+        """Embeddings of the next T positions of each row: (B, T, C), or (1, T, C) where they are all the same."""
         lengths = [0] * B if cache is None else cache.lengths
-        if max(lengths) + T > self.config.block_size:
-            raise ValueError(
-                f"tokens: {max(lengths)} cached + {T} new positions exceed block_size {self.config.block_size}"
-            )
+        first, longest = min(lengths), max(lengths)
+        if longest + T > self.config.block_size:
+            raise ValueError(f"tokens: {longest} cached + {T} new positions exceed block_size {self.config.block_size}")
+        if first == longest:
+            return self.wpe.weight[None, first : first + T]
         start = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
-        return start + torch.arange(T, device=self.device)  # (B, T)
+        out: Tensor = self.wpe(start + torch.arange(T, device=self.device))
+        return out
 
 
 def read(model: LanguageModel, cache: KVCache, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -192,6 +200,8 @@ def read(model: LanguageModel, cache: KVCache, rows: Sequence[Sequence[int]]) ->
         rest = read(model, cache, [row[room:] for row in rows])
         longer = torch.tensor([count > room for count in counts], device=model.device)
         return torch.where(longer[:, None], rest, first)
+    if min(counts) == T and max(before) + T <= model.config.block_size:  # nothing to pad
+        return model(torch.tensor(rows, device=model.device), cache)[:, -1]  # (B, V)
     padded = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=model.device)  # (B, T)
     last = model.config.block_size - 1
     positions = [[min(start + t, last) for t in range(T)] for start in before]

@@ -96,7 +96,9 @@ def broken(model: GPT, spoil: Callable[[torch.Tensor], torch.Tensor]) -> object:
         config, device, dtype = model.config, model.device, model.dtype
 
         def __call__(self, tokens, cache=None, positions=None, mask=None):  # type: ignore[no-untyped-def]
-            return model(tokens, cache, spoil(positions) if tokens.shape[1] == 3 else positions, mask)
+            if tokens.shape[1] == 3:
+                positions = spoil(torch.tensor(cache.lengths)[:, None] + torch.arange(3))
+            return model(tokens, cache, positions, mask)
 
     return Broken()
 
