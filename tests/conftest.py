@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import tempfile
@@ -21,6 +22,7 @@ if torch.backends.mps.is_available():
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # the test models are tiny
+    gc.set_threshold(100_000, 50, 50)  # batches of 5,000 rows are many small objects, and none of them garbage
     os.environ["MINISPEC_CACHE"] = tempfile.mkdtemp(prefix="minispec-plans-")  # never the user's own
 
 

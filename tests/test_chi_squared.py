@@ -117,8 +117,8 @@ def test_pick_draws_the_rarest_tokens_too() -> None:
     weights = torch.full((1, 1_000_001), 1e-8)
     weights[0, 0] = 1.0
     rng = Randomness(2)
-    hits = sum(int(rng.pick(weights)[0]) != 0 for _ in range(800))
-    assert 1 <= hits <= 24  # 800 x .0099 = 7.9
+    hits = sum(int(rng.pick(weights)[0]) != 0 for _ in range(300))
+    assert 1 <= hits <= 12  # 300 x .0099 = 3
 
 
 def test_chi_squared_fails_what_is_wrong_and_says_how_much_it_saw() -> None:
