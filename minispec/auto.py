@@ -32,6 +32,7 @@ from minispec.verify import RULES
 
 FORMAT = "minispec-plan-1"
 CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+SPAN = (2, 8)  # the chains that are timed
 NODES = (9, 17, 33)  # of the trees that are tried
 PROBE = Tree.branching([4, 3, 2])  # what acceptance by child rank is measured with
 OPENING, LENGTH, TEXTS = 16, 64, 16  # tokens of an opening, tokens that go on from it, how many texts
@@ -113,21 +114,29 @@ class Search:
         sizes = [n for n in SIZES if context + n <= self.target.config.block_size]
         return measure(self.target, self.draft, context, sizes, batch=self.rows)
 
-    def costs(self, drafter: Drafter, rule: str, nodes: int, depth: int) -> Costs:
-        """The passes' times, and what whole steps, plain ones and this drafter's, spend besides.
+    def costs(self, drafters: Sequence[Drafter], trees: Sequence[Tree], rule: str) -> Costs:
+        """The passes' times, and what whole steps, plain ones and these drafters', spend besides.
 
-        Both kinds of step are timed in turn, so that a slow spell of the machine hits both; what they spend besides
-        may come out negative where a pass inside the loop is quicker than alone.
+        All are timed in turn, so that a slow spell of the machine hits all of them. With trees of two depths, what the
+        deeper one spends more is the cost of a draft step *in the loop*, the drawing of its token included. What is
+        left is overhead; it may come out negative where a pass inside the loop is quicker than alone.
         """
-        plain, step = self.step_times(drafter, rule)
-        spent = self.passes.check(nodes) + depth * self.passes.draft_step
-        return replace(self.passes, overhead=step - spent, plain_overhead=plain - self.passes.check(1))
+        plain, *steps = self.step_times([(NoDrafter(), "match"), *((drafter, rule) for drafter in drafters)])
+        spent = [step - self.passes.check(tree.size) for step, tree in zip(steps, trees, strict=True)]
+        levels, draft_step = trees[-1].max_depth - trees[0].max_depth, self.passes.draft_step
+        if levels:
+            draft_step = max((spent[-1] - spent[0]) / levels, 0.0)
+        overhead = spent[0] - trees[0].max_depth * draft_step
+        plain_overhead = plain - self.passes.check(1)
+        return replace(self.passes, draft_step=draft_step, overhead=overhead, plain_overhead=plain_overhead)
 
     def chains(self) -> list[Plan]:
         """A chain of each length: measured yield, predicted time."""
-        name, lengths = self.chain_rule, [k for k in CHAINS if k <= self.deepest]
-        costs = self.costs(drafter_of(Plan(name, Tree.chain(4)), self.draft), name, 5, 4)
-        return [self.expect(Plan(name, Tree.chain(k)), costs) for k in lengths]
+        name = self.chain_rule
+        plans = [Plan(name, Tree.chain(k)) for k in CHAINS if k <= self.deepest]
+        few = [Plan(name, Tree.chain(min(k, self.deepest))) for k in SPAN]
+        costs = self.costs([drafter_of(plan, self.draft) for plan in few], [plan.tree for plan in few], name)
+        return [self.expect(plan, costs) for plan in plans]
 
     def tree(self) -> Plan:
         """The most promising tree by the acceptance of child ranks, then measured itself."""
@@ -140,7 +149,7 @@ class Search:
             key=lambda tree: self.passes.speed_up(tree.expected_tokens(ranks), tree.size, tree.max_depth),
         )
         plan = Plan(self.tree_rule, best)
-        return self.expect(plan, self.costs(drafter_of(plan, self.draft), plan.rule, best.size, best.max_depth))
+        return self.expect(plan, self.costs([drafter_of(plan, self.draft)], [best], plan.rule))
 
     @property
     def deepest(self) -> int:
@@ -149,15 +158,14 @@ class Search:
 
     def expect(self, plan: Plan, costs: Costs) -> Plan:
         """The plan with its measured yield and predicted speed-up."""
-        depth, size = plan.tree.max_depth, plan.tree.size
-        tokens = self.tokens_per_step(drafter_of(plan, self.draft), plan.rule, depth)
-        gain = costs.speed_up(tokens, size, depth)
+        tokens = self.tokens_per_step(drafter_of(plan, self.draft), plan.rule)
+        gain = costs.speed_up(tokens, plan.tree.size, plan.tree.max_depth)
         return replace(plan, tokens_per_step=tokens, speed_up=gain)
 
-    def tokens_per_step(self, drafter: Drafter, rule: str, depth: int) -> float:
-        """Mean tokens of the steps that had room for a draft of that depth."""
+    def tokens_per_step(self, drafter: Drafter, rule: str) -> float:
+        """Mean tokens of a step, the last ones of a text, cut short, included: their times are in `costs` too."""
         results = self.decode(drafter, rule, self.texts, self.length)
-        return full_steps(results, depth)
+        return sum(len(r.tokens) for r in results) / max(sum(len(r.steps) for r in results), 1)
 
     @cached_property
     def texts(self) -> list[list[int]]:
@@ -176,27 +184,15 @@ class Search:
         length = min(length, self.target.config.block_size - max(map(len, prompts)))
         return self.run(drafter, rule, prompts, length, self.sampling, seed)
 
-    def step_times(self, drafter: Drafter, rule: str, repeats: int = 7) -> tuple[float, float]:
-        """Median seconds of a plain step and of a step of this drafter, `rows` rows at once, in turn."""
-        found: tuple[list[float], list[float]] = ([], [])
+    def step_times(self, ways: Sequence[tuple[Drafter, str]], repeats: int = 7) -> list[float]:
+        """Median seconds of a step of each (drafter, rule), `rows` rows at once, in turn; the prefill has its share."""
+        found: list[list[float]] = [[] for _ in ways]
         for repeat in range(repeats + 1):  # the first warms up
             prompts = [self.texts[(repeat + row) % len(self.texts)] for row in range(self.rows)]
-            for times, (who, name) in zip(found, ((NoDrafter(), "match"), (drafter, rule)), strict=True):
-                results = self.decode(who, name, prompts, self.length // 2, SEED + repeat)
+            for times, (drafter, rule) in zip(found, ways, strict=True):
+                results = self.decode(drafter, rule, prompts, self.length, SEED + repeat)
                 times.append(results[0].stats.seconds / max(len(result.steps) for result in results))
-        return statistics.median(found[0][1:]), statistics.median(found[1][1:])
-
-
-def full_steps(results: Sequence[Result], depth: int) -> float:
-    """Mean tokens of the steps that had room for a draft of that depth; 1 where there was none."""
-    counts = []
-    for result in results:
-        left = len(result.tokens)
-        for step in result.steps:
-            if left > depth:
-                counts.append(len(step.tokens))
-            left -= len(step.tokens)
-    return statistics.fmean(counts) if counts else 1.0
+        return [statistics.median(times[1:]) for times in found]
 
 
 def cache_folder() -> Path:

@@ -12,7 +12,7 @@ import torch
 from doubles import mix, random_gpt
 
 from minispec import GPT, NGramDrafter, Sampling, Tree, auto, generate, speculate, stream
-from minispec.auto import Search, find_plan, full_steps
+from minispec.auto import Search, find_plan
 from minispec.decode import search_run
 from minispec.planner import Costs, Plan
 from minispec.verify import RULES
@@ -81,11 +81,29 @@ def test_the_best_of_all_candidates_is_chosen(models: tuple[GPT, GPT], prices: l
         assert plan.speed_up == pytest.approx(expected)
 
 
-def test_only_steps_with_room_for_the_whole_draft_count(models: tuple[GPT, GPT]) -> None:
-    target, _ = models
-    results = [speculate(target, target, [0], max_new_tokens=n, draft_len=3, seed=0) for n in (4, 8, 10)]
-    assert full_steps(results, 3) == 4  # each step takes 3 and one more; the last of the third run is cut
-    assert full_steps(results[:0], 3) == 1
+def test_the_cost_of_a_draft_step_is_told_from_two_depths(
+    models: tuple[GPT, GPT], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that cost t(n) + depth x .05 + .3, plain ones t(1) + .1: each share is found again."""
+    passes = Costs({1: 1.0, 2: 1.1, 9: 1.8, 33: 4.2}, draft_step=0.02)
+    monkeypatch.setattr(auto, "measure", lambda *_, **__: passes)
+    trees = [Tree.chain(2), Tree.chain(8)]
+    monkeypatch.setattr(
+        Search, "step_times", lambda *_: [1.1] + [passes.check(t.size) + t.max_depth * 0.05 + 0.3 for t in trees]
+    )
+    found = Search(*models, Sampling(), None, search_run(models[0])).costs([], trees, "token")
+    assert (found.draft_step, found.overhead, found.plain_overhead) == pytest.approx((0.05, 0.3, 0.1))
+    assert found.pass_time == passes.pass_time
+    trees = trees[1:]  # one depth: the draft's pass as measured, and the rest of the step is overhead
+    found = Search(*models, Sampling(), None, search_run(models[0])).costs([], trees, "token")
+    assert (found.draft_step, found.overhead) == pytest.approx((0.02, 8 * 0.03 + 0.3))
+
+
+def test_a_step_yields_what_the_whole_texts_did(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
+    """A draft that is the target: four tokens a step, and the last step of 10 is cut to two."""
+    found = Search(models[0], models[0], Sampling(), None, search_run(models[0]), length=10, given=[[0], [1, 2]])
+    drafter = auto.drafter_of(Plan("token", Tree.chain(3)), models[0])
+    assert found.tokens_per_step(drafter, "token") == pytest.approx(20 / 6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from minispec.auto import Search, full_steps
+from minispec.auto import SPAN, Search
 from minispec.bench.setups import Setup, decode
 from minispec.decode import search_run
 from minispec.pair import Pair
 from minispec.planner import Costs
 from minispec.result import Step, summarise
 from minispec.sampling import Sampling
+from minispec.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,14 @@ class Predictor:
             return None
         if setup.rule is None:
             return 1.0
-        search, rule = self.search, setup.rule
-        tokens = full_steps(search.decode(setup.drafter, rule, search.texts, search.length), setup.depth)
-        return self.costs(setup, rule).speed_up(tokens, setup.nodes, setup.depth)
+        tokens = self.search.tokens_per_step(setup.drafter, setup.rule)
+        return self.costs(setup, setup.rule).speed_up(tokens, setup.nodes, setup.depth)
 
     def costs(self, setup: Setup, rule: str) -> Costs:
-        """With the overhead of a chain of 4 for all chains of a rule; with its own for a tree."""
-        drafter, depth = setup.drafter, setup.depth or 0
-        name = setup.name
-        if drafter.tree.is_chain:
-            drafter = replace(drafter, tree=drafter.tree.chain(4))
-            name, depth = rule, 4
+        """From two chains for all chains of a rule; a tree's from itself."""
+        name, drafters = setup.name, [setup.drafter]
+        if setup.drafter.tree.is_chain:
+            name, drafters = rule, [replace(setup.drafter, tree=Tree.chain(k)) for k in SPAN]
         if name not in self._costs:
-            self._costs[name] = self.search.costs(drafter, rule, drafter.tree.size, depth)
+            self._costs[name] = self.search.costs(drafters, [drafter.tree for drafter in drafters], rule)
         return self._costs[name]
