@@ -92,12 +92,14 @@ class KVCache:
         """Store keys and values (2, B, H, T, D) in the next T slots; return all up to the longest row's end."""
         B, T = self.batch, kv.shape[3]
         start = max(self.lengths)
-        store = self.kv[layer, :, :B]  # (2, B, H, S, D)
+        store = self.kv[layer]  # (2, B, H, S, D)
+        if B < store.shape[1]:
+            store = store[:, :B]
         if self._slots is None:
-            store[:, :, :, start : start + T] = kv
+            store.narrow(3, start, T).copy_(kv)
         else:
             store[:, self._rows, :, self._slots] = kv.permute(1, 3, 0, 2, 4)  # (B, T, 2, H, D)
-        return store[:, :, :, : start + T]
+        return store.narrow(3, 0, start + T)
 
     def end_write(self, T: int) -> None:
         """The T new slots of each row count from now on."""

@@ -93,9 +93,11 @@ class Linear(nn.Linear):
         self.large = large(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.packed.linear(x, self.weight, self.bias) if self.large else super().forward(x)
+        return (self.packed.linear if self.large else F.linear)(x, self.weight, self.bias)
 
     def gelu(self, x: Tensor) -> Tensor:
+        if not self.large:
+            return F.gelu(F.linear(x, self.weight, self.bias), approximate="tanh")
         return self.packed.linear(x, self.weight, self.bias, "gelu")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
