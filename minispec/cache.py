@@ -93,7 +93,7 @@ class KVCache:
         B, T = self.batch, kv.shape[3]
         start = max(self.lengths)
         store = self.kv[layer]  # (2, B, H, S, D)
-        if B < store.shape[1]:
+        if store.shape[1] > B:
             store = store[:, :B]
         if self._slots is None:
             store.narrow(3, start, T).copy_(kv)

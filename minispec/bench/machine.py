@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minispec.around import Around
 from minispec.bench.setups import Setup, decode
 from minispec.model import GPT, Block, GPTConfig, LanguageModel
 from minispec.pair import Pair
@@ -59,24 +60,16 @@ def emulate_layers(model: GPT, extra: int) -> GPT:
     return larger.eval().requires_grad_(False)
 
 
-class Timed:
+class Timed(Around):
     """A model that keeps the time of its passes."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.model, self.config, self.spent = model, model.config, 0.0
-        self.end_of_text = getattr(model, "end_of_text", None)
+        super().__init__(model)
+        self.spent = 0.0
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: list[Tensor] = []
-        self.spent += seconds(lambda: out.append(self.model(*args)), self.device)
+        self.spent += seconds(lambda: out.append(self.model(tokens, *args, **kwargs)), self.device)
         return out[0]
 
 

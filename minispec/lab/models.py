@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minispec.around import Around
 from minispec.cache import KVCache
 from minispec.model import GPT, GPTConfig, LanguageModel
 
@@ -94,20 +96,13 @@ def rows_of(*law: float) -> Tensor:
     return torch.tensor(law, dtype=torch.float64).expand(len(law), len(law))
 
 
-class Counting:
+class Counting(Around):
     """A model that counts its passes and the tokens in each."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.model, self.config = model, model.config
-        self.device, self.dtype = model.device, model.dtype
+        super().__init__(model)
         self.passes: list[tuple[int, int]] = []
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.passes.append((tokens.shape[0], tokens.shape[1]))
-        return self.model(tokens, cache, positions, mask)
+        return super().__call__(tokens, *args, **kwargs)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from minispec.around import Around
 from minispec.cache import KVCache
 from minispec.model import LanguageModel
 
@@ -50,15 +50,12 @@ class Pass:
         return len(leftmost)
 
 
-class Watched:
+class Watched(Around):
     """A model that writes each of its passes into `log`; several models may share one."""
 
     def __init__(self, model: LanguageModel, who: str, log: list[Pass], sharpness: float = 1.0) -> None:
-        self.model, self.who, self.log, self.sharpness = model, who, log, sharpness
-        self.config, self.device, self.dtype = model.config, model.device, model.dtype
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)  # its layers, for drafters that share them
+        super().__init__(model)
+        self.who, self.log, self.sharpness = who, log, sharpness
 
     def __call__(
         self,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from minispec.around import Around
 from minispec.cache import KVCache
 from minispec.drafters import Draft, Drafter, Session
 from minispec.model import LanguageModel
@@ -61,38 +62,23 @@ class Seen:
     verify_ms: float = 0.0
 
 
-class WatchedModel:
+class WatchedModel(Around):
     """A model that notes the length of its cache, the tokens and the time of each pass."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.model, self.config = model, model.config
-        self.end_of_text: int | None = getattr(model, "end_of_text", None)
+        super().__init__(model)
         self.cache: KVCache | None = None
         self.passes: list[Pass] = []
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     @property
     def length(self) -> int:
         """Entries in its cache now."""
         return 0 if self.cache is None else self.cache.lengths[0]
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, tokens: Tensor, cache: KVCache | None = None, *args: Any, **kwargs: Any) -> Tensor:
         self.cache = cache
         before = self.length
-        logits, ms = timed(lambda: self.model(tokens, cache, positions, mask), self.device)
+        logits, ms = timed(lambda: self.model(tokens, cache, *args, **kwargs), self.device)
         self.passes.append(Pass(before, tokens.shape[1], ms))
         return logits
 

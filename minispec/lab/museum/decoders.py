@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minispec.around import Around
 from minispec.cache import KVCache
 from minispec.decode import speculate, stream
 from minispec.drafters import Draft, ModelDrafter, ModelSession
@@ -23,19 +24,6 @@ from minispec.verify import residual
 
 Prompt = Sequence[int]
 OPTIONS: dict[str, Any] = {"draft_len": 2, "rule": "token"}
-
-
-class Around:
-    """A model, with something around its calls."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self.model, self.config = model, model.config
-        self.device, self.dtype = model.device, model.dtype
-
-    def __call__(
-        self, tokens: Tensor, cache: KVCache | None = None, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        return self.model(tokens, cache, positions, mask)
 
 
 class ByNode(Around):
