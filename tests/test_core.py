@@ -10,6 +10,7 @@ import pytest
 import torch
 from doubles import random_gpt
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from minispec import RULES, KVCache, Randomness, Rule, Sampling, Tree
 from minispec.lab import exact_law
@@ -963,6 +964,37 @@ def test_nothing_depends_on_the_default_device() -> None:
         for sampling in (Sampling(0.5), Sampling(0), Sampling(top_k=2, top_p=0.9)):
             assert sampling.probs(laws).device.type == "cpu"
         assert Randomness(1, 2).pick(laws[:, 0], at=[1, 2]).device.type == "cpu"
+
+
+class Told(TorchFunctionMode):
+    """Fails where a tensor is made without a word about its device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        makers = (torch.arange, torch.tensor, torch.zeros, torch.ones, torch.empty, torch.full, torch.rand)
+        assert func not in makers or "device" in (kwargs or {}), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["token", "block", "match", "rrs"])
+def test_rules_say_where_a_tensor_is_made(name: str) -> None:
+    rule, tree = RULES[name], Tree.from_parents([-1, 0, 0, 1, 2])
+    laws, tokens = torch.full((2, 5, 4), 0.25, device="cpu"), torch.zeros(2, 5, dtype=torch.long, device="cpu")
+    with Told():
+        rule.verify(laws, laws, tokens, tree if rule.tree else Tree.chain(4), Randomness(1, 2))
+
+
+def test_a_write_leaves_the_rows_alone_that_were_dropped() -> None:
+    cache = KVCache(GPTConfig(7, 40, 1, 1, 2), 3, 8)
+    cache.lengths = [2, 2, 2]
+    cache.select([0, 1])
+    for lengths in ([2, 2], [2, 1]):  # in step and not
+        cache.rollback(lengths)
+        cache.begin_write(3)
+        seen = cache.write(0, torch.ones(2, 2, 1, 3, 2))
+        assert seen.shape == (2, 2, 1, 5, 2)
+        assert seen[:, 0, :, 2:].eq(1).all()
+        assert seen[:, 0, :, :2].eq(0).all()
+        assert cache.kv[0, :, 2].eq(0).all()
 
 
 def test_a_cache_stays_on_its_device_and_never_waits_for_it() -> None:

@@ -34,9 +34,9 @@ class Row:
 
 
 def passes(pair: Pair, setup: Setup, prompts: list[list[int]], sampling: Sampling, length: int, seeds: int) -> Row:
-    """Tokens per pass over all prompts, in batches: no timing."""
+    """Tokens per pass over all prompts, in batches: no timing. Greedy decoding has one outcome, so one seed."""
     steps: list[Step] = []
-    for seed in range(seeds):
+    for seed in range(1 if sampling.greedy else seeds):
         steps += [step for r in decode(pair, setup, prompts, sampling, length, seed) for step in r.steps]
     stats = summarise(steps)
     per_pass = stats.tokens_per_pass or 0.0
