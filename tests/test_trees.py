@@ -479,6 +479,17 @@ def test_rows_with_different_trees_share_a_batch() -> None:
     assert made.tree.rows[0] == (-1, 0, 0, 1, 2, 3, 4)
 
 
+@pytest.mark.parametrize("nodes", [2, 5, 40])
+@pytest.mark.parametrize("max_depth", [1, 5, 12])
+@pytest.mark.parametrize("width", [1, 5, 9])
+def test_a_dynamic_tree_wider_and_deeper_than_the_context(nodes: int, max_depth: int, width: int) -> None:
+    """The draft's cache has room for `width` nodes a level, however short the context is."""
+    target, draft = random_gpt(1, vocab=3, block=8), random_gpt(2, vocab=3, block=8)
+    options = {"max_new_tokens": [7, 3], "sampling": Sampling(0)}
+    fast = speculate(target, DynamicTree(draft, nodes, max_depth, width), [[0], [0, 1]], **options)  # type: ignore[arg-type]
+    assert [r.tokens for r in fast] == [r.tokens for r in generate(target, [[0], [0, 1]], **options)]  # type: ignore[arg-type]
+
+
 def test_dynamic_trees_follow_the_drafts_confidence() -> None:
     table = torch.tensor([[0.0, 0.9, 0.1], [0.6, 0.3, 0.1], [0.5, 0.25, 0.25]], dtype=torch.float64)
     drafter = DynamicTree(TableModel(table), nodes=5, max_depth=3, width=2)  # type: ignore[arg-type]

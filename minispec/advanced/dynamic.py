@@ -69,7 +69,8 @@ class DynamicSession:
 
     def __init__(self, drafter: DynamicTree, prompts: Sequence[Sequence[int]], confidence: Sampling) -> None:
         self.drafter, self.confidence = drafter, confidence
-        shape = Tree.chain(drafter.max_depth * drafter.width)  # room in the cache
+        read = range(1, drafter.max_depth * drafter.width + 1)  # nodes at most: `width` a level
+        shape = Tree.from_parents([-1, *(max(node - drafter.width, 0) for node in read)])  # room in the cache
         self.inner = ModelSession(ModelDrafter(drafter.model, shape, "top-k"), prompts, Sampling())
 
     def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
