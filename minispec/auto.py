@@ -31,11 +31,11 @@ from minispec.tree import Tree
 from minispec.verify import RULES
 
 FORMAT = "minispec-plan-1"
-CHAINS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+CHAINS = (1, 2, 3, 4, 6, 8, 12)
 SPAN = (2, 8)  # the chains that are timed
 NODES = (9, 17, 33)  # of the trees that are tried
 PROBE = Tree.branching([4, 3, 2])  # what acceptance by child rank is measured with
-OPENING, LENGTH, TEXTS = 16, 64, 16  # tokens of an opening, tokens that go on from it, how many texts
+OPENING, LENGTH, TEXTS = 16, 48, 16  # tokens of an opening, tokens that go on from it, how many texts
 SEED = 20_000
 
 Run = Callable[..., list[Result]]  # (drafter, rule, prompts, max_new_tokens, sampling, seed)
@@ -60,7 +60,7 @@ def find_plan(
     plan = None if again else _read(path)
     if plan is None:
         if say is not None:
-            say("measuring this machine once, some seconds")
+            say("measuring this machine once, some twenty seconds")
         plan = Search(target, draft, sampling, rule, run, min(rows, 32)).plan()
         _write(path, plan)
     return plan
@@ -87,6 +87,7 @@ class Search:
     rows: int = 1
     length: int = LENGTH
     given: list[list[int]] | None = None
+    repeats: int = 3  # of what is timed
 
     def plan(self) -> Plan:
         """The candidate with the largest predicted speed-up, or plain decoding where none gains."""
@@ -184,10 +185,10 @@ class Search:
         length = min(length, self.target.config.block_size - max(map(len, prompts)))
         return self.run(drafter, rule, prompts, length, self.sampling, seed)
 
-    def step_times(self, ways: Sequence[tuple[Drafter, str]], repeats: int = 7) -> list[float]:
+    def step_times(self, ways: Sequence[tuple[Drafter, str]]) -> list[float]:
         """Median seconds of a step of each (drafter, rule), `rows` rows at once, in turn; the prefill has its share."""
         found: list[list[float]] = [[] for _ in ways]
-        for repeat in range(repeats + 1):  # the first warms up
+        for repeat in range(self.repeats + 1):  # the first warms up
             prompts = [self.texts[(repeat + row) % len(self.texts)] for row in range(self.rows)]
             for times, (drafter, rule) in zip(found, ways, strict=True):
                 results = self.decode(drafter, rule, prompts, self.length, SEED + repeat)

@@ -104,9 +104,8 @@ class Predictor:
     """The cost model's expectation for any setup, measured on prompts that are not timed later."""
 
     def __init__(self, pair: Pair, sampling: Sampling, prompts: list[list[int]], length: int) -> None:
-        self.search = Search(
-            pair.target, pair.draft, sampling, None, search_run(pair.target), length=length, given=prompts
-        )
+        run = search_run(pair.target)
+        self.search = Search(pair.target, pair.draft, sampling, None, run, length=length, given=prompts, repeats=7)
         self._costs: dict[str, Costs] = {}
 
     def speed_up(self, setup: Setup) -> float | None:
