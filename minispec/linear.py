@@ -34,9 +34,8 @@ class Packed:
     """The packed copy of one weight, made when it is first needed and again when the weight has changed."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, int, Tensor | None] | None = (
-            None  # weight, its version, its copy: one, for threads' sake
-        )
+        # the weight, its version, its copy: one tuple, for threads' sake
+        self._kept: tuple[Tensor, int, Tensor | None] | None = None
 
     def __deepcopy__(self, memo: Any) -> Packed:
         return Packed()
