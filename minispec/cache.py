@@ -46,8 +46,8 @@ class KVCache:
         shape = (config.n_layer, 2, batch, config.n_head, capacity, config.n_embd // config.n_head)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)  # (L, 2, B, H, S, D); zeros, as 0 x NaN is NaN
         self.lengths = [0] * batch
-        self._rows: Tensor | None = None  # (B, 1) and (B, T): where a ragged write goes
-        self._slots: Tensor | None = None
+        self.rows: Tensor | None = None  # (B, 1) and (B, T): where a ragged write goes, set by `begin_write`
+        self.slots: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -79,26 +79,24 @@ class KVCache:
         if longest + T > self.capacity:
             raise ValueError(f"cache: {longest} + {T} slots exceed its capacity of {self.capacity}")
         if min(self.lengths) == longest:  # one row, or rows in step: slices, no index writes
-            self._rows = self._slots = None
+            self.rows = self.slots = None
             if mask is None and (T == 1 or longest == 0):
                 return None
         else:
             device = self.kv.device
-            self._rows = torch.arange(self.batch, device=device)[:, None]  # (B, 1)
-            self._slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(T, device=device)
+            self.rows = torch.arange(self.batch, device=device)[:, None]  # (B, 1)
+            self.slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(T, device=device)
         return self._attention_mask(T, mask)
 
     def write(self, layer: int, kv: Tensor) -> Tensor:
         """Store keys and values (2, B, H, T, D) in the next T slots; return all up to the longest row's end."""
         B, T = self.batch, kv.shape[3]
         start = max(self.lengths)
-        store = self.kv[layer]  # (2, B, H, S, D)
-        if store.shape[1] > B:
-            store = store[:, :B]
-        if self._slots is None:
+        store = self.kv[layer][:, :B]  # (2, B, H, S, D)
+        if self.slots is None:
             store.narrow(3, start, T).copy_(kv)
         else:
-            store[:, self._rows, :, self._slots] = kv.permute(1, 3, 0, 2, 4)  # (B, T, 2, H, D)
+            store[:, self.rows, :, self.slots] = kv.permute(1, 3, 0, 2, 4)  # (B, T, 2, H, D)
         return store.narrow(3, 0, start + T)
 
     def end_write(self, T: int) -> None:
@@ -106,12 +104,14 @@ class KVCache:
         self.lengths = [length + T for length in self.lengths]
 
     def _attention_mask(self, T: int, mask: Tensor | None) -> Tensor:
-        device = self.kv.device
-        lengths = torch.tensor(self.lengths, device=device).view(-1, 1, 1)  # (B, 1, 1)
-        slots = torch.arange(max(self.lengths) + T, device=device)  # (S,)
+        device, longest = self.kv.device, max(self.lengths)
+        if mask is None and self.slots is None:  # causal, aligned bottom right, for all rows
+            return torch.ones(1, 1, T, longest + T, dtype=torch.bool, device=device).tril(longest)
+        slots = torch.arange(longest + T, device=device)  # (S,)
         if mask is None:
-            last = lengths + torch.arange(T, device=device).view(1, T, 1)  # (B, T, 1): causal, aligned bottom right
-            return (slots <= last)[:, None]  # (B, 1, T, S)
+            assert self.slots is not None
+            return (slots <= self.slots[..., None])[:, None]  # (B, 1, T, S): the same, row by row
+        lengths = torch.tensor(self.lengths, device=device).view(-1, 1, 1)  # (B, 1, 1)
         M = mask.shape[-1]
         start = lengths + T - M  # (B, 1, 1): the first slot that the mask speaks of
         node = slots - start  # (B, 1, S)

@@ -33,9 +33,11 @@ AVAILABLE = available()
 class Packed:
     """The packed copy of one weight, made when it is first needed and again when the weight has changed."""
 
+    __slots__ = ("kept",)
+
     def __init__(self) -> None:
         # the weight, its version, its copy: one tuple, for threads' sake
-        self._kept: tuple[Tensor, int, Tensor | None] | None = None
+        self.kept: tuple[Tensor, int, Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> Packed:
         return Packed()
@@ -45,24 +47,27 @@ class Packed:
 
     def clear(self) -> None:
         """Forget the copy."""
-        self._kept = None
+        self.kept = None
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The packed copy of `weight`, made now if there is none or the weight has changed since."""
+        version = 0 if weight.is_inference() else weight._version
+        kept = self.kept
+        if kept is None or kept[0] is not weight or kept[1] != version:
+            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+            kept = self.kept = (weight, version, packed)
+        return kept[2]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
-        version = 0 if weight.is_inference() else weight._version
-        kept = self._kept
-        if kept is None or kept[0] is not weight or kept[1] != version:
-            kept = (weight, version, None)
-        if not usable(x, weight) or (kept[2] is None and not large(weight)):
+        if not usable(x, weight) or not large(weight):
             self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
             y = F.linear(x, weight, bias)
             return y if activation == "none" else F.gelu(y, approximate="tanh")
-        if kept[2] is None:
-            kept = self._kept = (weight, version, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS))
         algorithm = "" if activation == "none" else "tanh"
         single = x.dim() > 1 and x.numel() == x.shape[-1]
         rows = x.expand(*x.shape[:-2], SINGLE, -1) if single else x
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, kept[2], bias, activation, [], algorithm)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.of(weight), bias, activation, [], algorithm)
         return out[..., :1, :] if single else out
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minispec.cache import KVCache
+from minispec.fused import Fused
 from minispec.linear import Linear, Packed
 
 
@@ -121,6 +122,7 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.head = Packed()  # of the tied embedding
+        self.fused = Fused()
         if not self.wte.weight.is_meta:  # torch would load its compiler to draw numbers that are nowhere
             self.reset_parameters()
 
@@ -161,30 +163,28 @@ class GPT(nn.Module):
         which of the *last M slots*, the T new ones included, each new token sees; all slots before those are
         seen. The default is causal. Raises `ValueError` past `block_size`.
         """
-        B, T = tokens.shape
-        where = self._where(B, T, cache) if positions is None else self.wpe(positions)  # (B or 1, T, C)
+        T, start = tokens.shape[1], 0 if cache is None else max(cache.lengths)
+        if positions is None and start + T > self.config.block_size:
+            raise ValueError(f"tokens: {start} cached + {T} new positions exceed block_size {self.config.block_size}")
         if cache is not None:
             mask = cache.begin_write(T, mask)  # (B or 1, 1, T, S) or None
+            positions = cache.slots if positions is None else positions  # (B, T), or None: all from `start` on
         elif mask is not None:
             mask = mask.view(-1, 1, T, T)
-        x = self.wte(tokens) + where  # (B, T, C)
-        for layer, block in enumerate(self.h):
-            x = block(x, cache, layer, mask)
+        logits = None if cache is None else self.fused(self, tokens, positions, cache, mask)  # the same in one call
+        if logits is None:
+            where = self.wpe.weight[start : start + T] if positions is None else self.wpe(positions)
+            x = self.wte(tokens) + where  # (B, T, C)
+            for layer, block in enumerate(self.h):
+                x = block(x, cache, layer, mask)
+            logits = self.head.linear(self.ln_f(x), self.wte.weight)  # (B, T, V)
         if cache is not None:
             cache.end_write(T)
-        return self.head.linear(self.ln_f(x), self.wte.weight)  # (B, T, V)
+        return logits
 
-    def _where(self, B: int, T: int, cache: KVCache | None) -> Tensor:
-        """Embeddings of the next T positions of each row: (B, T, C), or (1, T, C) where they are all the same."""
-        lengths = [0] * B if cache is None else cache.lengths
-        first, longest = min(lengths), max(lengths)
-        if longest + T > self.config.block_size:
-            raise ValueError(f"tokens: {longest} cached + {T} new positions exceed block_size {self.config.block_size}")
-        if first == longest:
-            return self.wpe.weight[None, first : first + T]
-        start = torch.tensor(lengths, device=self.device)[:, None]  # (B, 1)
-        out: Tensor = self.wpe(start + torch.arange(T, device=self.device))
-        return out
+
+MODULES: list[type[nn.Module]] = [GPT, Block, Attention, MLP, Linear, nn.LayerNorm, Embedding, nn.ModuleList]
+Fused.kinds = {kind: kind.forward for kind in MODULES}  # what a fused pass stands for
 
 
 def read(model: LanguageModel, cache: KVCache, rows: Sequence[Sequence[int]]) -> Tensor:

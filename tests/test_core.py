@@ -828,7 +828,7 @@ def test_masks_by_hand() -> None:
     assert cache.begin_write(1) is None  # one token sees everything
     even = cache.begin_write(2)
     assert even is not None
-    assert even.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]] * 2
+    assert even.int().tolist() == [[[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]]]  # one for all rows
     cache.lengths = [3, 1]
     ragged = cache.begin_write(2)
     assert ragged is not None

@@ -19,7 +19,7 @@ def layer(out: int = 1024, width: int = 256) -> Linear:
 
 
 def packed(linear: Linear) -> bool:
-    return linear.packed._kept is not None
+    return linear.packed.kept is not None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 9, 33, 200])

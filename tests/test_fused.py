@@ -1,0 +1,306 @@
+"""The fused pass: bit for bit what the modules do, taken where it should be, never stale, out of the way of others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minispec import GPT, EarlyExitDrafter, GPTConfig, KVCache, fused
+from minispec.model import Attention, read
+from minispec.tree import Tree
+
+SHAPES = {
+    "small": GPTConfig(50, 96, 2, 4, 32),
+    "packed": GPTConfig(1024, 96, 2, 4, 256),
+    "one": GPTConfig(3, 8, 1, 1, 4),
+}
+AVAILABLE = fused.compiled() is not None
+
+
+def model(name: str = "small") -> GPT:
+    torch.manual_seed(0)
+    gpt = GPT(SHAPES[name])
+    for parameter in gpt.parameters():  # biases and norms too
+        nn.init.normal_(parameter, std=0.1)
+    return gpt.requires_grad_(False)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many passes were fused."""
+    count = 0
+    run = fused.compiled()
+
+    def counted(*args: object) -> Tensor:
+        nonlocal count
+        assert run is not None
+        logits = run(*args)
+        count += 1
+        return logits
+
+    monkeypatch.setattr(fused, "compiled", lambda: counted if AVAILABLE else None)
+    return lambda: count
+
+
+def by_modules(gpt: GPT, tokens: Tensor, cache: KVCache, *args: Tensor | None) -> Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "compiled", lambda: None)
+        return gpt(tokens, cache, *args)
+
+
+def same(a: Tensor, b: Tensor, name: str) -> None:
+    """To the last bit; but a single row is carried four times through all layers where some are packed."""
+    assert torch.equal(a, b) if name != "packed" else (a - b).abs().max() < 2e-6
+
+
+def test_torchscript_is_there() -> None:
+    """On every Python below 3.14 the pass is really fused: otherwise all below would compare modules with modules."""
+    assert (sys.version_info < (3, 14)) == AVAILABLE
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.inference_mode()
+def test_bit_for_bit_what_the_modules_do(name: str, rows: int, passes: Callable[[], int]) -> None:
+    gpt = model(name)
+    caches = [KVCache(gpt.config, rows, 12 if name == "one" else 128) for _ in range(2)]
+    lengths = [1, 2, 1, 1, 3] if name == "one" else [1, 30, 1, 1, 6, 11, 2, 1]
+    for seed, T in enumerate(lengths):
+        tokens = torch.randint(gpt.config.vocab_size, (rows, T), generator=torch.Generator().manual_seed(seed))
+        same(gpt(tokens, caches[0]), by_modules(gpt, tokens, caches[1]), name)
+        same(caches[0].kv, caches[1].kv, name)
+        assert caches[0].lengths == caches[1].lengths
+    assert passes() == len(lengths) * AVAILABLE
+
+
+@pytest.mark.parametrize("name", ["small", "packed"])
+@torch.inference_mode()
+def test_ragged_rows_and_trees(name: str, passes: Callable[[], int]) -> None:
+    gpt, tree = model(name), Tree.branching([3, 2])
+
+    def some_passes(cache: KVCache) -> None:
+        read(gpt, cache, [[1, 2, 3], [4], [5, 6, 7, 8, 9]])
+        gpt(torch.tensor([[1, 2], [3, 4], [5, 6]]), cache)
+        positions = torch.tensor(cache.lengths)[:, None] + tree.depths
+        gpt(torch.arange(30).view(3, 10), cache, positions, tree.mask)
+        cache.keep([[0, 1, 4], [0], [0, 3]], 10)
+        cache.select([0, 2])
+        gpt(torch.tensor([[1], [2]]), cache)
+
+    caches = [KVCache(gpt.config, 3, 128) for _ in range(2)]
+    some_passes(caches[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "compiled", lambda: None)
+        some_passes(caches[1])
+    same(caches[0].kv, caches[1].kv, name)
+    assert passes() == 4 * AVAILABLE
+
+
+def test_what_the_modules_do_themselves(passes: Callable[[], int]) -> None:
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        model()(tokens)  # no cache
+        gpt = model().double()
+        gpt(tokens, KVCache(gpt.config, dtype=torch.float64))
+        gpt = model().bfloat16()
+        gpt(tokens, KVCache(gpt.config, dtype=torch.bfloat16))
+        gpt = model()
+        with torch.autocast("cpu", torch.bfloat16):
+            gpt(tokens, KVCache(gpt.config))
+
+        class Own(KVCache):
+            pass
+
+        gpt(tokens, Own(gpt.config))
+    gpt = model()
+    gpt(tokens, KVCache(gpt.config))  # there might be something to differentiate
+    assert passes() == 0
+
+
+def changes() -> list[Callable[[GPT], None]]:
+    def in_place(gpt: GPT) -> None:
+        gpt.h[0].mlp.c_fc.weight.mul_(2)
+        gpt.wte.weight.mul_(2)
+
+    def a_small_one(gpt: GPT) -> None:
+        gpt.h[1].ln_2.bias.add_(1)
+
+    def state_dict(gpt: GPT) -> None:
+        gpt.load_state_dict({name: 2 * value for name, value in gpt.state_dict().items()})
+
+    def assigned(gpt: GPT) -> None:
+        gpt.load_state_dict({name: 2 * value for name, value in gpt.state_dict().items()}, assign=True)
+
+    def round_trip(gpt: GPT) -> None:
+        gpt.bfloat16().float()
+
+    def data(gpt: GPT) -> None:
+        gpt.h[0].attn.c_attn.bias.data = torch.ones_like(gpt.h[0].attn.c_attn.bias)
+
+    def trained(gpt: GPT) -> None:
+        gpt.requires_grad_(True)
+        optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.1, fused=True)
+        with torch.enable_grad():
+            gpt(torch.ones(1, 5, dtype=torch.long)).logsumexp(-1).sum().backward()
+        optimizer.step()
+        gpt.requires_grad_(False)
+
+    def another_parameter(gpt: GPT) -> None:
+        gpt.h[1].attn.c_proj.weight = nn.Parameter(2 * gpt.h[1].attn.c_proj.weight, requires_grad=False)
+
+    def another_module(gpt: GPT) -> None:
+        gpt.h[0] = copy.deepcopy(gpt.h[1])
+
+    def fewer_layers(gpt: GPT) -> None:
+        gpt.h[1].mlp = copy.deepcopy(gpt.h[0].mlp)
+
+    def a_module_of_another_kind(gpt: GPT) -> None:
+        gpt.h[0].ln_1 = nn.Identity()
+
+    def a_norm_of_another_kind(gpt: GPT) -> None:
+        gpt.ln_f = nn.LayerNorm(gpt.config.n_embd, eps=0.1)
+
+    def a_hook(gpt: GPT) -> None:
+        gpt.h[0].mlp.register_forward_hook(lambda module, args, out: 2 * out)
+
+    def a_hook_before(gpt: GPT) -> None:
+        gpt.h[0].attn.c_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+    def its_own_forward(gpt: GPT) -> None:
+        before = gpt.h[1].mlp.forward
+        gpt.h[1].mlp.forward = lambda x: 2 * before(x)
+
+    def its_own_gelu(gpt: GPT) -> None:
+        gpt.h[1].mlp.c_fc.gelu = gpt.h[1].mlp.c_fc.forward
+
+    return [value for value in locals().values() if callable(value)]
+
+
+@pytest.mark.parametrize("name", ["small", "packed"])
+@pytest.mark.parametrize("change", changes(), ids=lambda f: f.__name__)
+@torch.no_grad()
+def test_a_changed_model_gives_what_its_modules_give(name: str, change: Callable[[GPT], None]) -> None:
+    gpt = model(name)
+    before, tokens = KVCache(gpt.config), torch.tensor([[3, 1, 4, 1, 5]])
+    old = gpt(tokens, before)
+    change(gpt)
+    caches = KVCache(gpt.config), KVCache(gpt.config)
+    new = gpt(tokens, caches[0])
+    assert torch.equal(new, by_modules(gpt, tokens, caches[1]))
+    assert not torch.equal(new, old) or change.__name__ == "round_trip"
+
+
+@torch.no_grad()
+def test_hooks_see_a_pass_and_are_forgotten(passes: Callable[[], int]) -> None:
+    gpt, seen = model(), []
+    cache = KVCache(gpt.config)
+    gpt(torch.tensor([[1]]), cache)
+    with_hooks = [
+        gpt.h[0].attn.register_forward_hook(lambda *args: seen.append("attention")),
+        nn.modules.module.register_module_forward_hook(lambda module, *args: seen.append(type(module).__name__)),
+    ]
+    for left in (2, 1, 0):
+        gpt(torch.tensor([[1]]), cache)
+        assert passes() == (1 + (left == 0)) * AVAILABLE
+        if left:
+            with_hooks.pop(0).remove()
+    assert seen.count("attention") == 1
+    assert seen.count("Attention") == 4  # both layers of both passes
+
+
+@torch.no_grad()
+def test_a_class_that_was_patched(monkeypatch: pytest.MonkeyPatch, passes: Callable[[], int]) -> None:
+    gpt, cache = model(), KVCache(SHAPES["small"])
+    gpt(torch.tensor([[1]]), cache)
+    monkeypatch.setattr(Attention, "forward", lambda self, x, *args: x)
+    gpt(torch.tensor([[1]]), cache)
+    assert passes() == AVAILABLE
+    assert not cache.kv[:, :, :, :, 1].any()
+
+
+@torch.no_grad()
+def test_models_that_share_layers(passes: Callable[[], int]) -> None:
+    target = model("packed")
+    draft = EarlyExitDrafter(target, 1).model
+    tokens = torch.tensor([[3, 1, 4]])
+    for _ in range(2):
+        caches = KVCache(draft.config), KVCache(draft.config)
+        assert torch.equal(draft(tokens, caches[0]), by_modules(draft, tokens, caches[1]))
+        target(tokens, KVCache(target.config))
+        target.h[0].mlp.c_fc.weight.mul_(2)
+        target.ln_f.bias.add_(1)
+    assert passes() == 4 * AVAILABLE
+
+
+@torch.no_grad()
+def test_an_error_is_the_modules_own() -> None:
+    gpt, cache = model(), KVCache(SHAPES["small"])
+    for tokens in ([[50]], [[-1]]):
+        with pytest.raises(IndexError, match="out of range"):
+            gpt(torch.tensor(tokens), cache)
+    assert cache.lengths == [0]
+    gpt(torch.tensor([[1]]), cache)
+    assert cache.lengths == [1]
+
+
+@torch.no_grad()
+def test_copies_threads_and_weights_made_in_inference_mode() -> None:
+    gpt, tokens = model("packed"), torch.tensor([[3, 1, 4, 1, 5]])
+    want = gpt(tokens, KVCache(gpt.config))
+    for other in (copy.deepcopy(gpt), pickle.loads(pickle.dumps(gpt))):
+        assert other.fused is not gpt.fused
+        assert torch.equal(other(tokens, KVCache(gpt.config)), want)
+
+    def again(_: int) -> Tensor:
+        with torch.no_grad():
+            return gpt(tokens, KVCache(gpt.config))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(got, want) for got in pool.map(again, range(40)))
+    with torch.inference_mode():
+        made = model("packed")
+        assert torch.equal(made(tokens, KVCache(gpt.config)), want)
+
+
+@torch.no_grad()
+def test_as_plain_python_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler is given to read."""
+    for name in SHAPES:
+        gpt = model(name)
+        rows = [[1, 2], [0, 1]]
+        want = read(gpt, KVCache(gpt.config, 2), rows), read(gpt, KVCache(gpt.config), rows[:1])
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "compiled", lambda: fused.stack)
+            assert torch.equal(read(gpt, KVCache(gpt.config, 2), rows), want[0])
+            assert torch.equal(read(gpt, KVCache(gpt.config), rows[:1]), want[1])
+
+
+def test_where_there_is_no_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: object) -> object:
+        raise RuntimeError("no source")
+
+    monkeypatch.setattr(torch.jit, "script", broken)
+    assert fused.compiled.__wrapped__() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "version_info", (3, 14))
+    assert fused.compiled.__wrapped__() is None
+
+
+def test_it_warns_of_nothing_and_loads_nothing_slow() -> None:
+    code = (
+        "import sys, torch; from minispec import *; g = GPT(GPTConfig(9, 9, 1, 1, 4)); generate(g, [1], max_new_tokens=3, seed=1); "
+        "from minispec.fused import compiled; assert compiled.cache_info().currsize == 1; "
+        "print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", code], capture_output=True, text=True
+    )
+    assert (out.returncode, out.stdout.strip(), out.stderr) == (0, "[]", "")
