@@ -121,7 +121,6 @@ class ModelSession:
         for text, new in zip(self.texts, new_tokens, strict=True):
             text += new
         tree, device = self.tree.cut(max(depth_limit)), self.model.device
-        limit = torch.tensor(depth_limit, device=device)  # (B,)
         tokens = [torch.tensor([text[-1] for text in self.texts], device=device)]  # N times (B,), in the end
         q = [self.no_law()]  # N times (B, V)
         for depth in range(1, tree.max_depth + 1):
@@ -132,7 +131,7 @@ class ModelSession:
             for place, parent in enumerate(parents):
                 law = laws[:, place]  # (B, V)
                 if not whole:
-                    absent = (depth > limit) | (tokens[parent] < 0)  # (B,)
+                    absent = (depth > torch.tensor(depth_limit, device=device)) | (tokens[parent] < 0)  # (B,)
                     law = law.masked_fill(absent[:, None], 0.0)
                 for rank in range(len(tree.children(parent))):
                     law = self.without(law, tokens[-1]) if rank and self.how != "iid" else law
@@ -169,10 +168,10 @@ class ModelSession:
 
     def read_level(self, tree: Tree, nodes: list[int], tokens: list[Tensor]) -> Tensor:
         """One pass over a whole level, each node seeing its ancestors: logits (B, P, V)."""
-        ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)
-        end, device, last = nodes[-1] + 1, ids.device, self.model.config.block_size - 1
+        end, device, last = nodes[-1] + 1, self.model.device, self.model.config.block_size - 1
         if tree.is_chain and max(self.cache.lengths) <= last:
-            return self.model(ids, self.cache)
+            return self.model(tokens[nodes[0]][:, None].clamp(min=0), self.cache)
+        ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)
         position = [
             [min(n - nodes[0] + int(tree.depths[0, node]), last) for node in nodes]
             for n in self.cache.lengths  # n - nodes[0] is the slot, and position, of node 0

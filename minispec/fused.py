@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every
 
 from minispec.cache import KVCache
-from minispec.linear import AVAILABLE, SINGLE, Packed, large
+from minispec.linear import AVAILABLE, LEAST, Packed, large
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,32 +64,30 @@ def stack(
     slots: Tensor | None,
     mask: Tensor | None,
     heads: int,
-    copies: int,
+    least: int,
 ) -> Tensor:
     """Logits (B, T, V) of `tokens` (B, T) at `positions` (B, T), or at start..start + T - 1.
 
     `weights` are those of `keep`. kv (L, 2, B, H, S, D), start, rows and slots are a `KVCache`'s between `begin_write`
-    and `end_write`, mask (B or 1, 1, T, S) is what that returned. A single row is carried through `copies` times, as
-    `Packed.linear` does layer by layer.
+    and `end_write`, mask (B or 1, 1, T, S) is what that returned. Linear layers get at least `least` rows, as
+    `Packed.linear` sees to in each of them.
     """
     B, T = tokens.shape[0], tokens.shape[1]
     where = weights[1].narrow(0, start, T) if positions is None else F.embedding(positions, weights[1])
     x = (F.embedding(tokens, weights[0]) + where).flatten(0, 1)  # (BT, C): all but attention looks at rows alone
-    C = x.shape[1]
-    if copies > 1:
-        x = x.expand(copies, C)
+    R, C = x.shape[0], x.shape[1]
+    few, more = least > R, torch.zeros(max(least - R, 0), C)
+    x = torch.cat([x, more]) if few else x
     if mask is not None:  # what attention would do with a mask of booleans in each layer
         mask = torch.zeros(mask.shape, dtype=x.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     for layer in range(kv.shape[0]):
         w = weights[2 + 12 * layer : 14 + 12 * layer]  # two norms, four linear layers, a weight and a bias each
         qkv = linear(F.layer_norm(x, [C], w[0], w[1]), w[2], w[3])
-        y = attend(qkv[: B * T].view(B, T, 3 * C), kv[layer], start, rows, slots, mask, heads)
-        if copies > 1:
-            y = y.expand(copies, C)
-        x = x + linear(y, w[4], w[5])
+        y = attend(qkv[:R].view(B, T, 3 * C), kv[layer], start, rows, slots, mask, heads)
+        x = x + linear(torch.cat([y, more]) if few else y, w[4], w[5])
         x = x + linear(linear_gelu(F.layer_norm(x, [C], w[6], w[7]), w[8], w[9]), w[10], w[11])
     x = F.layer_norm(x, [C], weights[-3], weights[-2])
-    return linear(x, weights[-1], None)[: B * T].view(B, T, -1)
+    return linear(x, weights[-1], None)[:R].view(B, T, -1)
 
 
 @functools.cache
@@ -196,10 +194,10 @@ class Fused:
             return None
         if (kept := self.look(model)) is None:
             return None
-        copies = SINGLE if kept.packed and tokens.numel() == 1 else 1
+        least = LEAST if kept.packed else 1
         place = (cache.kv, max(cache.lengths), cache.rows, cache.slots)
         try:
-            return run(tokens, positions, kept.weights, *place, mask, model.config.n_head, copies)
+            return run(tokens, positions, kept.weights, *place, mask, model.config.n_head, least)
         except RuntimeError:
             return None
 

@@ -198,10 +198,12 @@ def check_draft(draft: Draft, rule: Rule, pending: Sequence[int], depth_limit: S
         if bool(((tree.depths.to(tokens.device) > limit) & (tokens >= 0)).any()):
             raise ValueError(f"draft goes deeper than depth_limit {list(depth_limit)}")
     if tokens.device.type == "cpu":  # to look at a GPU's tokens would mean to wait for them
-        if tokens[:, 0].tolist() != list(pending):
-            raise ValueError(f"draft: node 0 must hold the last token, {list(pending)}, got {tokens[:, 0].tolist()}")
-        if int(tokens.max()) >= vocab_size:
-            raise ValueError(f"draft: tokens must be ids in 0..{vocab_size - 1} or -1, got {int(tokens.max())}")
+        host = tokens.tolist()
+        roots, largest = [line[0] for line in host], max(map(max, host))
+        if roots != list(pending):
+            raise ValueError(f"draft: node 0 must hold the last token, {list(pending)}, got {roots}")
+        if largest >= vocab_size:
+            raise ValueError(f"draft: tokens must be ids in 0..{vocab_size - 1} or -1, got {largest}")
 
 
 def check_dropout(name: str, model: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 LARGE, WIDE = 1 << 18, 256  # elements, and the shorter side, from which packing pays: its call costs some 20 us more
 ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
-SINGLE = 4  # rows that a single one is repeated to: oneDNN has a slower way with one row than with four
+LEAST = 4  # rows that fewer are filled up to: oneDNN is slower with one, two or three than with four
 
 
 def available() -> bool:
@@ -65,10 +65,11 @@ class Packed:
             y = F.linear(x, weight, bias)
             return y if activation == "none" else F.gelu(y, approximate="tanh")
         algorithm = "" if activation == "none" else "tanh"
-        single = x.dim() > 1 and x.numel() == x.shape[-1]
-        rows = x.expand(*x.shape[:-2], SINGLE, -1) if single else x
+        rows = x.reshape(-1, x.shape[-1])  # (R, in)
+        R = len(rows)
+        rows = F.pad(rows, (0, 0, 0, LEAST - R)) if R < LEAST else rows
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.of(weight), bias, activation, [], algorithm)
-        return out[..., :1, :] if single else out
+        return out[:R].view(*x.shape[:-1], -1)
 
 
 def large(weight: Tensor) -> bool:

@@ -173,8 +173,7 @@ class GPT(nn.Module):
             mask = mask.view(-1, 1, T, T)
         logits = None if cache is None else self.fused(self, tokens, positions, cache, mask)  # the same in one call
         if logits is None:
-            where = self.wpe.weight[start : start + T] if positions is None else self.wpe(positions)
-            x = self.wte(tokens) + where  # (B, T, C)
+            x = self.wte(tokens) + (self.wpe.weight[start : start + T] if positions is None else self.wpe(positions))
             for layer, block in enumerate(self.h):
                 x = block(x, cache, layer, mask)
             logits = self.head.linear(self.ln_f(x), self.wte.weight)  # (B, T, V)

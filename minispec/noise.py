@@ -27,16 +27,16 @@ class Noise:
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator("cpu").manual_seed(seed)
         self._keyed = torch.Generator("cpu")
-        self._ahead = torch.empty(0, 0, device="cpu")  # rows not yet used
+        self._ahead, self._used = torch.empty(0, 0, device="cpu"), 0  # made, and how many rows of it are used
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
     def next(self, rows: int, V: int, dtype: torch.dtype) -> Tensor:
         """Fresh noise (rows, V)."""
-        if self._ahead.shape[1] != V or len(self._ahead) < rows or self._ahead.dtype != dtype:
+        if self._ahead.shape[1] != V or len(self._ahead) < self._used + rows or self._ahead.dtype != dtype:
             uniform = torch.empty(max(rows, AHEAD // V), V, dtype=torch.float64, device="cpu")
-            self._ahead = exponential(uniform.uniform_(generator=self.generator), dtype)
-        used, self._ahead = self._ahead[:rows], self._ahead[rows:]
-        return used
+            self._ahead, self._used = exponential(uniform.uniform_(generator=self.generator), dtype), 0
+        self._used += rows
+        return self._ahead[self._used - rows : self._used]
 
     def at(self, key: int, position: int, V: int, dtype: torch.dtype, rows: int) -> Tensor:
         """The noise (V,) of that key and position, whatever was drawn before."""

@@ -74,15 +74,15 @@ class Sampling:
         """
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        top = logits.amax(-1, keepdim=True)  # (..., 1); NaN and +inf show here, and so does a row of -inf
-        if not math.isfinite(float(top.sum())) and not torch.isfinite(top).all():  # one number to look at, as a rule
-            place = tuple((~torch.isfinite(top[..., 0])).nonzero()[0].tolist())
-            raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
+        if not math.isfinite(float(logits.sum())):  # one number to look at, as a rule
+            if (wrong := ~torch.isfinite(logits.amax(-1))).any():  # (...)
+                where = f"at (row, node) {tuple(wrong.nonzero()[0].tolist())}"
+                raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf {where}")
         if self.greedy:
             best = logits.argmax(-1, keepdim=True)  # (..., 1), the first of equals
             return torch.zeros_like(logits).scatter_(-1, best, 1.0)
         if self.temperature != 1.0:
-            logits = (logits - top) / min(max(self.temperature, COLDEST), HOTTEST)
+            logits = (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, COLDEST), HOTTEST)
         V = logits.shape[-1]
         if (self.top_k is None or self.top_k >= V) and (self.top_p is None or self.top_p == 1):
             return torch.softmax(logits, -1)
@@ -138,15 +138,15 @@ class Randomness:
 
     def flip(self, prob: Tensor) -> Tensor:
         dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
-        u = torch.rand(
-            prob.shape, generator=self._noise.generator, dtype=dtype, device="cpu"
-        )  # in [0, 1): 1 always passes
-        return u.to(prob.device) < prob
+        u = torch.rand(prob.shape, generator=self._noise.generator, dtype=dtype, device="cpu").to(prob.device)
+        return u < prob  # u in [0, 1): 1 always passes
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
         """An exponential race: the argmax of weights / Exp(1) noise is drawn in proportion to the weights."""
         dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
         B, V = weights.shape
+        if at is not None and weights.is_cpu and int(weights.count_nonzero()) == B:
+            return weights.argmax(-1)  # one token a row can win, as in greedy decoding: no noise is needed
         if at is None:
             noise = self._noise.next(B, V, dtype)  # (B, V)
         else:

@@ -446,6 +446,23 @@ def test_fresh_noise_is_one_sequence_of_uniforms() -> None:
     assert torch.equal(noise.next(7, 2 * AHEAD, f32), fifth)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_where_one_token_can_win_no_noise_is_made(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the one-hot laws of greedy decoding; one more token with a chance, in any row, and there is a race."""
+    rng, raced = Randomness(3, rows), []
+    at = Noise.at
+    monkeypatch.setattr(Noise, "at", lambda *args: raced.append(args) or at(*args))
+    sure = torch.zeros(rows, 50)
+    for row in range(rows):
+        sure[row, 7 * row + 1] = 0.3
+    assert rng.pick(sure, at=[4] * rows).tolist() == [7 * row + 1 for row in range(rows)]
+    assert not raced
+    unsure = sure.clone()
+    unsure[-1, 3] = 1e-30
+    rng.pick(unsure, at=[4] * rows)
+    assert len(raced) == rows
+
+
 def keyed_uniforms(key: int, position: int, V: int) -> Tensor:
     return torch.rand(V, generator=torch.Generator().manual_seed(mix(key, position)), dtype=torch.float64)
 

@@ -233,7 +233,7 @@ def test_models_that_share_layers(passes: Callable[[], int]) -> None:
     tokens = torch.tensor([[3, 1, 4]])
     for _ in range(2):
         caches = KVCache(draft.config), KVCache(draft.config)
-        assert torch.equal(draft(tokens, caches[0]), by_modules(draft, tokens, caches[1]))
+        same(draft(tokens, caches[0]), by_modules(draft, tokens, caches[1]), "packed")
         target(tokens, KVCache(target.config))
         target.h[0].mlp.c_fc.weight.mul_(2)
         target.ln_f.bias.add_(1)
