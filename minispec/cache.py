@@ -48,6 +48,7 @@ class KVCache:
         self.lengths = [0] * batch
         self.rows: Tensor | None = None  # (B, 1) and (B, T): where a ragged write goes, set by `begin_write`
         self.slots: Tensor | None = None
+        self._causal = torch.ones(capacity, capacity, device=device, dtype=torch.bool).tril()  # made once, then sliced
 
     @property
     def batch(self) -> int:
@@ -83,9 +84,10 @@ class KVCache:
             if mask is None and (T == 1 or longest == 0):
                 return None
         else:
-            device = self.kv.device
-            self.rows = torch.arange(self.batch, device=device)[:, None]  # (B, 1)
-            self.slots = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(T, device=device)
+            self.rows = torch.arange(self.batch, device=self.kv.device)[:, None]  # (B, 1)
+            self.slots = torch.tensor(self.lengths, device=self.kv.device)[:, None] + torch.arange(
+                T, device=self.kv.device
+            )
         return self._attention_mask(T, mask)
 
     def write(self, layer: int, kv: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ class KVCache:
     def _attention_mask(self, T: int, mask: Tensor | None) -> Tensor:
         device, longest = self.kv.device, max(self.lengths)
         if mask is None and self.slots is None:  # causal, aligned bottom right, for all rows
-            return torch.ones(1, 1, T, longest + T, dtype=torch.bool, device=device).tril(longest)
+            return self._causal[None, None, longest : longest + T, : longest + T]
         slots = torch.arange(longest + T, device=device)  # (S,)
         if mask is None:
             assert self.slots is not None

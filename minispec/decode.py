@@ -263,7 +263,7 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
             here = Shifted(rng, [len(row.tokens) - 1 for row in rows])
             depths = [row.depth_limit for row in rows]
             draft = session.propose([row.new for row in rows], depths, here)
-            tokens = draft.tokens.to(target.device)  # (B, N)
+            tokens = draft.tokens.to(cache.kv.device)  # (B, N)
             check_draft(draft, plan.rule, [row.tokens[-1] for row in rows], depths, target.config.vocab_size)
             p = _score(target, cache, draft.tree, tokens, plan.sampling)
             path, token = plan.rule.verify(p, draft.q, tokens, draft.tree, here)

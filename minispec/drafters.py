@@ -113,14 +113,14 @@ class ModelSession:
         # the likeliest tokens of a one-hot law are one token and nothing else, so top-k looks at the softmax
         self.sampling = Sampling() if self.how == "top-k" else sampling
         self.texts = [list(prompt) for prompt in prompts]
-        config, device, dtype = self.model.config, self.model.device, self.model.dtype
+        config, dtype, self.device = self.model.config, self.model.dtype, self.model.device
         capacity = config.block_size + drafter.max_nodes
-        self.cache = KVCache(config, len(prompts), capacity, device=device, dtype=dtype)
+        self.cache = KVCache(config, len(prompts), capacity, device=self.device, dtype=dtype)
 
     def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
         for text, new in zip(self.texts, new_tokens, strict=True):
             text += new
-        tree, device = self.tree.cut(max(depth_limit)), self.model.device
+        tree, device = self.tree.cut(max(depth_limit)), self.device
         tokens = [torch.tensor([text[-1] for text in self.texts], device=device)]  # N times (B,), in the end
         q = [self.no_law()]  # N times (B, V)
         for depth in range(1, tree.max_depth + 1):
@@ -142,7 +142,7 @@ class ModelSession:
     def no_law(self) -> Tensor:
         """The law of the root and of absent nodes: zero, (B, V)."""
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-        return torch.zeros(len(self.texts), self.model.config.vocab_size, device=self.model.device, dtype=dtype)
+        return torch.zeros(len(self.texts), self.model.config.vocab_size, device=self.device, dtype=dtype)
 
     def draw(self, law: Tensor, depth: int, rng: Rng, whole: bool = False) -> Tensor:
         """A token of each row from its law (B, V) -> (B,); -1, an absent node, where the law is zero.
@@ -168,7 +168,7 @@ class ModelSession:
 
     def read_level(self, tree: Tree, nodes: list[int], tokens: list[Tensor]) -> Tensor:
         """One pass over a whole level, each node seeing its ancestors: logits (B, P, V)."""
-        end, device, last = nodes[-1] + 1, self.model.device, self.model.config.block_size - 1
+        end, device, last = nodes[-1] + 1, self.device, self.model.config.block_size - 1
         if tree.is_chain and max(self.cache.lengths) <= last:
             return self.model(tokens[nodes[0]][:, None].clamp(min=0), self.cache)
         ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)

@@ -74,10 +74,10 @@ class Sampling:
         """
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        if not math.isfinite(float(logits.sum())):  # one number to look at, as a rule
-            if (wrong := ~torch.isfinite(logits.amax(-1))).any():  # (...)
-                where = f"at (row, node) {tuple(wrong.nonzero()[0].tolist())}"
-                raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf {where}")
+        one = float(logits.sum())  # one number to look at, as a rule
+        if not math.isfinite(one) and (wrong := ~torch.isfinite(logits.amax(-1))).any():
+            place = tuple(wrong.nonzero()[0].tolist())
+            raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
         if self.greedy:
             best = logits.argmax(-1, keepdim=True)  # (..., 1), the first of equals
             return torch.zeros_like(logits).scatter_(-1, best, 1.0)

@@ -55,9 +55,14 @@ def measure(
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Wall-clock time of `work`, the device's queue included."""
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
+    wait = waiting(device)
     wait()
     start = time.perf_counter()
     work()
     wait()
     return time.perf_counter() - start
+
+
+def waiting(device: torch.device) -> Callable[[], None]:
+    """What waits until the device has done all that it was told to do."""
+    return {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)

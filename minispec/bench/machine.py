@@ -17,7 +17,7 @@ from minispec.bench.setups import Setup, decode
 from minispec.model import GPT, Block, GPTConfig, LanguageModel
 from minispec.pair import Pair
 from minispec.sampling import Sampling
-from minispec.stopwatch import seconds
+from minispec.stopwatch import seconds, waiting
 from minispec.verify import Rule, find_rule
 
 CONTEXTS, BATCHES, CONTINUED = (64, 96, 128, 160, 192, 224), (2, 4, 8, 16, 32), 24  # of `growth`
@@ -65,12 +65,15 @@ class Timed(Around):
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model)
-        self.spent = 0.0
+        self.spent, self.wait = 0.0, waiting(model.device)
 
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        out: list[Tensor] = []
-        self.spent += seconds(lambda: out.append(self.model(tokens, *args, **kwargs)), self.device)
-        return out[0]
+        self.wait()
+        start = time.perf_counter()
+        logits = self.model(tokens, *args, **kwargs)
+        self.wait()
+        self.spent += time.perf_counter() - start
+        return logits
 
 
 @dataclass(frozen=True)
