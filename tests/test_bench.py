@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from test_tokenizer import BYTES, PATTERN, SPECIAL, Tokenizer
 
 from minispec import Pair, Sampling, Tree, auto, generate
 from minispec.bench import machine
-from minispec.bench.machine import bytes_read, emulate_layers, read_bandwidth, shares
+from minispec.bench.machine import bytes_read, emulate_layers, memory_rates, read_bandwidth, shares
 from minispec.bench.setups import Setup, model_setup
-from minispec.bench.timing import once, timings
+from minispec.bench.timing import Predictor, once, timings
 from minispec.cli import main
 from minispec.cost import ownership
 from minispec.pair import save_model, save_tokenizer
+from minispec.planner import Costs
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,30 @@ def test_bytes_of_a_pass_are_all_weights_but_the_positions() -> None:
     model = random_gpt(1)
     assert bytes_read(model) == 8 * (sum(p.numel() for p in model.parameters()) - model.wpe.weight.numel())
     assert read_bandwidth(torch.device("cpu"), repeats=1) > 0
+    assert all(rate > 0 for rate in memory_rates(model, repeats=1))
+
+
+def test_expectations_are_the_mean_of_what_was_measured_before_and_after(
+    shipped: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, dynamic = model_setup(shipped, "token", Tree.chain(4), "without", "chain 4"), Setup("x", "match", None, 9)
+    plain, peer = Setup("plain", None, None, 1, 0), Setup("peer", None, None, 1, peer=lambda *_: [])
+    tree = model_setup(shipped, "rrs", Tree.branching([2]), "without", "tree")
+    asked: list[list[int]] = []
+
+    def costs(search: auto.Search, drafters: list[Any], trees: list[Tree], rule: str) -> Costs:
+        asked.append([tree.size for tree in trees])
+        return Costs({1: 1.0, 9: 1.0}, draft_step=0.25 * len(asked))
+
+    monkeypatch.setattr(auto.Search, "costs", costs)
+    monkeypatch.setattr(auto.Search, "tokens_per_step", lambda *_: 3.0)
+    predictor = Predictor(shipped, Sampling(), [[1]], 8)
+    for _ in range(2):
+        predictor.measure([plain, chain, dynamic, peer, tree])
+    assert asked == [[3, 9], [3]] * 2  # chains of a rule by two of them, a tree by itself
+    assert predictor.speed_up(chain) == pytest.approx((3 / 2 + 3 / 4) / 2)
+    assert predictor.speed_up(tree) == pytest.approx((3 / 1.5 + 3 / 2) / 2)
+    assert [predictor.speed_up(setup) for setup in (plain, dynamic, peer)] == [1.0, None, None]
 
 
 def test_another_librarys_decoder_is_timed_in_the_same_run(shipped: Pair) -> None:

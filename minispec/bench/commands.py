@@ -23,7 +23,7 @@ from minispec.bench.machine import (
     bytes_read,
     emulate_layers,
     growth,
-    read_bandwidth,
+    memory_rates,
     shares,
 )
 from minispec.bench.report import describe, figures, growth_table, plot, where
@@ -102,10 +102,12 @@ def _compare(
         found += peers(pair, sampling, 5) if args.peers else []
         tick = partial(bar.advance, bar.add_task(f"T = {temperature:g}", total=(args.repeats + 1) * len(timed)))
         predictor = Predictor(pair, sampling, others[:16], length)
+        predictor.measure(found)
+        timed_rows = timings(pair, found, timed, sampling, length, args.repeats, tick)
+        predictor.measure(found)
         expected = {setup.name: predictor.speed_up(setup) for setup in found}
-        for row in timings(pair, found, timed, sampling, length, args.repeats, tick):
-            rows.append(replace(row, predicted=expected[row.setup]))
-        print(describe(predictor.search.passes, read_bandwidth(pair.target.device), bytes_read(pair.target)))
+        rows += [replace(row, predicted=expected[row.setup]) for row in timed_rows]
+        print(describe(predictor.first.passes, bytes_read(pair.target), *memory_rates(pair.target)))
         for setup in found:
             if (setup.plan is not None or setup.name.endswith("chain 5")) and setup.peer is None:
                 part = shares(pair, setup, timed, sampling, length)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minispec.around import Around
 from minispec.bench.setups import Setup, decode
+from minispec.cache import KVCache
 from minispec.model import GPT, Block, GPTConfig, LanguageModel
 from minispec.pair import Pair
 from minispec.sampling import Sampling
@@ -28,6 +29,24 @@ def read_bandwidth(device: torch.device, repeats: int = 7) -> float:
     """Bytes a second of a plain read: the sum of a buffer larger than the caches, best of some."""
     buffer = torch.ones(BUFFER // 4, device=device)
     return BUFFER / min(seconds(buffer.sum, device) for _ in range(repeats + 1))
+
+
+@torch.inference_mode()
+def memory_rates(model: GPT, repeats: int = 25) -> tuple[float, float]:
+    """Bytes a second of a one-token pass behind 64 tokens and of a plain read: in turn, medians."""
+    context = min(64, model.config.block_size - 1)
+    cache = KVCache(model.config, 1, context + 1, device=model.device, dtype=model.dtype)
+    text = torch.zeros(1, context + 1, dtype=torch.long, device=model.device)
+    buffer = torch.ones(BUFFER // 4, device=model.device)
+    model(text[:, :context], cache)
+    passes, reads = [], []
+    for turn in range(3 * (repeats + 2)):  # two passes, then a read; the first two rounds warm up
+        if turn % 3 < 2:
+            cache.rollback(context)
+            passes.append(seconds(lambda: model(text[:, :1], cache), model.device))
+            continue
+        reads.append(seconds(buffer.sum, model.device))
+    return bytes_read(model) / statistics.median(passes[4:]), BUFFER / statistics.median(reads[2:])
 
 
 def bytes_read(model: GPT) -> int:

@@ -12,15 +12,14 @@ from minispec.bench.timing import Row
 from minispec.planner import Costs
 
 
-def describe(costs: Costs, bandwidth: float, weights: int) -> str:
-    """The measured costs in three lines. bandwidth: bytes a second of a plain read; weights: bytes of a pass."""
+def describe(costs: Costs, weights: int, reached: float, bandwidth: float) -> str:
+    """The measured costs in three lines. weights: bytes that a pass reads; bytes a second of it and of a plain read."""
     checks = " ".join(f"t({n}) {costs.check(n) / costs.check(1):.2f}" for n in (2, 4, 6, 8, 12, 16, 32))
-    reached = weights / costs.check(1)
     return (
         f"target pass {1e3 * costs.check(1):.2f} ms; relative to it: {checks}\n"
         f"draft step {1e3 * costs.draft_step:.2f} ms, c = {costs.cost_ratio:.3f}\n"
         f"a target pass reads {weights / 1e6:.0f} MB at {reached / 1e9:.1f} GB/s, "
-        f"{100 * reached / bandwidth:.0f} % of a plain read ({bandwidth / 1e9:.1f} GB/s)"
+        f"{100 * reached / bandwidth:.0f} % of a plain read ({bandwidth / 1e9:.1f} GB/s), in turn"
     )
 
 

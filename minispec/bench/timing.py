@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from minispec.auto import SPAN, Search
 from minispec.bench.setups import Setup, decode
@@ -101,29 +102,40 @@ def once(
 
 
 class Predictor:
-    """The cost model's expectation for any setup, measured on prompts that are not timed later."""
+    """The cost model's expectation for any setup, measured on prompts that are not timed.
+
+    `measure` before the timing and again after it: a machine changes its mind in the minutes between, and the
+    expectation is the mean of both.
+    """
 
     def __init__(self, pair: Pair, sampling: Sampling, prompts: list[list[int]], length: int) -> None:
         run = search_run(pair.target)
-        self.search = Search(pair.target, pair.draft, sampling, None, run, length=length, given=prompts, repeats=7)
-        self._costs: dict[str, Costs] = {}
+        self.first = Search(pair.target, pair.draft, sampling, None, run, length=length, given=prompts, repeats=4)
+        self.rounds: list[dict[str, Costs]] = []
+
+    def measure(self, found: list[Setup]) -> None:
+        """Measure the passes of both models, and the steps of chains of two lengths and of each tree."""
+        search = replace(self.first)  # with passes of its own
+        costs: dict[str, Costs] = {}
+        for setup in found:
+            name, drafters = self.group(setup)
+            if drafters and name not in costs:
+                costs[name] = search.costs(drafters, [drafter.tree for drafter in drafters], setup.rule or "")
+        self.rounds.append(costs)
+
+    def group(self, setup: Setup) -> tuple[str, list[Any]]:
+        """Whose costs these are, and the drafters that tell them: two chains for all chains of a rule."""
+        if setup.rule is None or setup.depth is None:
+            return "", []
+        if setup.drafter.tree.is_chain:
+            return setup.rule, [replace(setup.drafter, tree=Tree.chain(k)) for k in SPAN]
+        return setup.name, [setup.drafter]
 
     def speed_up(self, setup: Setup) -> float | None:
         """Predicted ratio to plain decoding; None for a drafter whose cost has no model."""
-        if setup.plan is not None:  # found without these prompts as well
-            return setup.plan.speed_up
-        if setup.depth is None:
-            return None
-        if setup.rule is None:
-            return 1.0
-        tokens = self.search.tokens_per_step(setup.drafter, setup.rule)
-        return self.costs(setup, setup.rule).speed_up(tokens, setup.nodes, setup.depth)
-
-    def costs(self, setup: Setup, rule: str) -> Costs:
-        """From two chains for all chains of a rule; a tree's from itself."""
-        name, drafters = setup.name, [setup.drafter]
-        if setup.drafter.tree.is_chain:
-            name, drafters = rule, [replace(setup.drafter, tree=Tree.chain(k)) for k in SPAN]
-        if name not in self._costs:
-            self._costs[name] = self.search.costs(drafters, [drafter.tree for drafter in drafters], rule)
-        return self._costs[name]
+        name, drafters = self.group(setup)
+        if not drafters:
+            return 1.0 if setup.rule is None and setup.peer is None else None
+        tokens = self.first.tokens_per_step(setup.drafter, setup.rule or "")
+        gains = [costs[name].speed_up(tokens, setup.nodes, setup.depth or 0) for costs in self.rounds]
+        return statistics.fmean(gains)
