@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -35,7 +36,7 @@ CHAINS = (1, 2, 3, 4, 6, 8, 12)
 SPAN = (2, 8)  # the chains that are timed
 NODES = (9, 17, 33)  # of the trees that are tried
 PROBE = Tree.branching([4, 3, 2])  # what acceptance by child rank is measured with
-OPENING, LENGTH, TEXTS = 16, 48, 16  # tokens of an opening, tokens that go on from it, how many texts
+OPENING, LENGTH, TEXTS = 16, 96, 12  # tokens of an opening, tokens that go on from it, how many texts
 SEED = 20_000
 
 Run = Callable[..., list[Result]]  # (drafter, rule, prompts, max_new_tokens, sampling, seed)
@@ -137,29 +138,31 @@ class Search:
         plans = [Plan(name, Tree.chain(k)) for k in CHAINS if k <= self.deepest]
         few = [Plan(name, Tree.chain(min(k, self.deepest))) for k in SPAN]
         costs = self.costs([drafter_of(plan, self.draft) for plan in few], [plan.tree for plan in few], name)
-        return [self.expect(plan, costs) for plan in plans]
+        tokens = [self.tokens_per_step(drafter_of(plan, self.draft), name) for plan in plans]
+        depths = [plan.tree.max_depth for plan in plans]
+        return [self.expect(plan, costs, y) for plan, y in zip(plans, smoothed(depths, tokens), strict=True)]
 
     def tree(self) -> Plan:
         """The most promising tree by the acceptance of child ranks, then measured itself."""
         assert self.tree_rule is not None
         probe = Plan("rrs" if self.tree_rule == "traversal" else self.tree_rule, PROBE)
-        ranks = acceptance_by_rank(self.decode(drafter_of(probe, self.draft), probe.rule, self.texts, self.length))
+        ranks = acceptance_by_rank(self.decode(drafter_of(probe, self.draft), probe.rule, self.texts, self.length // 2))
         found = {Tree.best(ranks, nodes, min(depth, self.deepest)) for nodes in NODES for depth in (4, 6, 8, 12)}
         best = max(
             sorted(found, key=lambda tree: tree.rows),
             key=lambda tree: self.passes.speed_up(tree.expected_tokens(ranks), tree.size, tree.max_depth),
         )
-        plan = Plan(self.tree_rule, best)
-        return self.expect(plan, self.costs([drafter_of(plan, self.draft)], [best], plan.rule))
+        plan, drafter = Plan(self.tree_rule, best), drafter_of(Plan(self.tree_rule, best), self.draft)
+        costs = self.costs([drafter], [best], plan.rule)
+        return self.expect(plan, costs, self.tokens_per_step(drafter, plan.rule))
 
     @property
     def deepest(self) -> int:
         """The deepest draft worth a try: half of what a text has room for."""
         return max(self.target.config.block_size // 4, 1)
 
-    def expect(self, plan: Plan, costs: Costs) -> Plan:
-        """The plan with its measured yield and predicted speed-up."""
-        tokens = self.tokens_per_step(drafter_of(plan, self.draft), plan.rule)
+    def expect(self, plan: Plan, costs: Costs, tokens: float) -> Plan:
+        """The plan with its yield and predicted speed-up."""
         gain = costs.speed_up(tokens, plan.tree.size, plan.tree.max_depth)
         return replace(plan, tokens_per_step=tokens, speed_up=gain)
 
@@ -194,6 +197,19 @@ class Search:
                 results = self.decode(drafter, rule, prompts, self.length, SEED + repeat)
                 times.append(results[0].stats.seconds / max(len(result.steps) for result in results))
         return [statistics.median(times[1:]) for times in found]
+
+
+def smoothed(depths: Sequence[int], tokens: Sequence[float]) -> list[float]:
+    """Tokens a step of chains of these lengths, less the noise of a short run: 1 + a (1 + b + ... + b^(K-1)).
+
+    a is the acceptance of the first draft token, b that of each next one. Least squares, b in steps of 1/200.
+    """
+    best = (math.inf, 0.0, 0.0)
+    for b in (i / 200 for i in range(201)):
+        sums = [sum(b**i for i in range(K)) for K in depths]
+        a = min(max(sum(g * (y - 1) for g, y in zip(sums, tokens, strict=True)) / sum(g * g for g in sums), 0.0), 1.0)
+        best = min(best, (sum((1 + a * g - y) ** 2 for g, y in zip(sums, tokens, strict=True)), a, b))
+    return [1 + best[1] * sum(best[2] ** i for i in range(K)) for K in depths]
 
 
 def cache_folder() -> Path:

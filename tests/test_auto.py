@@ -214,3 +214,22 @@ def test_a_real_measurement(models: tuple[GPT, GPT], folder: Path) -> None:
     assert result.plan.speed_up >= 1
     assert len(result.tokens) == 8
     assert result.plan.tree == Tree.chain(0) or result.plan.rule in ("block", "traversal")
+
+
+@pytest.mark.parametrize(("first", "next_"), [(0.8, 0.9), (0.5, 0.0), (0.0, 0.5), (1.0, 1.0)])
+def test_smoothing_leaves_a_geometric_yield_as_it_is(first: float, next_: float) -> None:
+    depths = (1, 2, 3, 4, 6, 8, 12)
+    tokens = [1 + first * sum(next_**i for i in range(k)) for k in depths]
+    assert auto.smoothed(depths, tokens) == pytest.approx(tokens, abs=1e-9)
+    assert auto.smoothed([5], [3.2]) == pytest.approx([3.2], abs=1e-2)
+
+
+def test_smoothing_takes_noise_out() -> None:
+    depths, generator = (1, 2, 3, 4, 6, 8, 12), torch.Generator().manual_seed(0)
+    true = [1 + 0.8 * sum(0.88**i for i in range(k)) for k in depths]
+    rough = fine = 0.0
+    for _ in range(50):
+        noisy = [y + 0.15 * float(torch.randn((), generator=generator)) for y in true]
+        rough += sum((a - b) ** 2 for a, b in zip(noisy, true, strict=True))
+        fine += sum((a - b) ** 2 for a, b in zip(auto.smoothed(depths, noisy), true, strict=True))
+    assert fine < 0.5 * rough
