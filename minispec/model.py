@@ -138,7 +138,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std, generator=generator)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        self.head.clear()
+        self.head, self.fused = Packed(), Fused()  # .to(), .double(), .cuda(): the weights are others
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     @property

@@ -227,6 +227,29 @@ def test_a_class_that_was_patched(monkeypatch: pytest.MonkeyPatch, passes: Calla
 
 
 @torch.no_grad()
+def test_the_default_dtype_does_not_matter(passes: Callable[[], int]) -> None:
+    gpt, tokens = model("packed"), torch.tensor([[3, 1]])
+    want = gpt(tokens, KVCache(gpt.config))
+    torch.set_default_dtype(torch.float64)
+    try:
+        cache = KVCache(gpt.config)
+        assert torch.equal(gpt(tokens, cache), want)
+        gpt(tokens, cache)  # with a mask
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert passes() == 3 * AVAILABLE
+
+
+@torch.no_grad()
+def test_copies_of_weights_are_given_up_when_the_model_moves() -> None:
+    gpt = model("packed")
+    gpt(torch.tensor([[1]]), KVCache(gpt.config))
+    assert (gpt.fused._kept is not None) == AVAILABLE
+    gpt.double()
+    assert gpt.fused._kept is None
+
+
+@torch.no_grad()
 def test_models_that_share_layers(passes: Callable[[], int]) -> None:
     target = model("packed")
     draft = EarlyExitDrafter(target, 1).model
