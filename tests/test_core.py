@@ -461,6 +461,11 @@ def test_where_one_token_can_win_no_noise_is_made(rows: int, monkeypatch: pytest
     unsure[-1, 3] = 1e-30
     rng.pick(unsure, at=[4] * rows)
     assert len(raced) == rows
+    other = Randomness(3, rows)
+    assert torch.equal(other.pick(sure), sure.argmax(-1))  # a draw that is not keyed takes its noise all the same,
+    assert not torch.equal(
+        other._noise.next(rows, 50, torch.float32), Randomness(3, rows)._noise.next(rows, 50, torch.float32)
+    )
 
 
 def keyed_uniforms(key: int, position: int, V: int) -> Tensor:
