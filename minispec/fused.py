@@ -2,8 +2,9 @@
 
 A pass over a few tokens is some 30 operators a layer, each a few microseconds of work and as many of Python, which
 the weights that stream by push out of the processor's caches again and again. One compiled call leaves a quarter
-of a pass's time out, a third with a small draft. The values are the same to the last bit. Training, float64, GPUs,
-models with hooks or other modules, and a torch or a Python without TorchScript take the modules.
+of a pass's time out, a third with a small draft. The values are the same to the last bit (where some layers are packed
+and others are not, to rounding). Training, float64, GPUs, models with hooks or other modules, and a torch or a Python
+without TorchScript take the modules.
 """
 
 from __future__ import annotations
