@@ -26,7 +26,7 @@ class CacheShape(Protocol):
 
 
 class KVCache:
-    """Keys and values of `n_layer` layers for `batch` rows of `capacity` slots, and each row's length.
+    """Keys and values (`kv`) of `n_layer` layers for `batch` rows of `capacity` slots, and each row's length.
 
     Lengths live on the host, since every decision about them is taken there. `write` is called by the model
     between `begin_write` and `end_write`; everyone else uses `rollback`, `keep` and `select`.
@@ -57,16 +57,6 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.kv.shape[4]
-
-    @property
-    def k(self) -> Tensor:
-        """The keys: (L, B, H, S, D), a view."""
-        return self.kv[:, 0]
-
-    @property
-    def v(self) -> Tensor:
-        """The values: (L, B, H, S, D), a view."""
-        return self.kv[:, 1]
 
     # --- what the model calls -------------------------------------------------------------------------
 

@@ -27,9 +27,11 @@ from minispec.inputs import (
     check_auto,
     check_draft,
     check_dropout,
+    check_laws,
     check_rng,
     check_sampling,
     choose,
+    flaws,
     is_batch,
     prompt_lists,
     stop_sets,
@@ -268,7 +270,10 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
             check_draft(draft, plan.rule, [row.tokens[-1] for row in rows], depths, target.config.vocab_size)
             p = _score(target, cache, draft.tree, tokens, plan.sampling)
             path, token = plan.rule.verify(p, draft.q, tokens, draft.tree, here)
-            host = torch.cat([path, token[:, None], tokens], 1).tolist()  # the one wait for the device
+            unseen = flaws(p, draft.q)
+            host = torch.cat([path, token[:, None], tokens, *unseen], 1).tolist()  # the one wait for the device
+            if unseen and sum(line.pop() for line in host):
+                check_laws(p, draft.q)
             paths = [[node for node in line[: path.shape[1]] if node >= 0] for line in host]
             cache.keep(paths, draft.tree.size)
             session.commit(paths)
@@ -289,11 +294,13 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
 def _score(target: LanguageModel, cache: KVCache, tree: Tree, tokens: Tensor, sampling: Sampling) -> Tensor:
     """p at every node of the draft, by one pass of the target: (B, N, V)."""
     chain, last = tree.is_chain, target.config.block_size - 1
-    mask = None if chain else tree.mask.to(target.device)  # (1 or B, N, N)
+    mask = None if chain else tree.mask.to(target.device, non_blocking=True)  # (1 or B, N, N)
     positions = None  # the slots, as a rule
     if not chain or max(cache.lengths) + tree.max_depth > last:
         start = torch.tensor(cache.lengths, device=target.device)[:, None]  # (B, 1)
-        positions = (start + tree.depths.to(target.device)).clamp(max=last)  # (B, N); absent nodes may be out
+        positions = (start + tree.depths.to(target.device, non_blocking=True)).clamp(
+            max=last
+        )  # (B, N); absent nodes may be out
     logits = target(tokens.clamp(min=0), cache, positions, mask)  # (B, N, V)
     return sampling.probs(logits, "target")
 

@@ -8,12 +8,13 @@ from typing import Any, TypeAlias, TypedDict, TypeGuard, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import Required
 
 from minispec.drafters import Draft, Drafter, ModelDrafter
 from minispec.model import LanguageModel
-from minispec.sampling import Rng, Sampling
+from minispec.sampling import Rng, Sampling, check_law
 from minispec.tree import Tree
 from minispec.verify import Rule, check_kind, find_rule
 
@@ -108,13 +109,13 @@ def is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts rather than one."""
     if hasattr(prompt, "ndim"):  # a tensor or an array
         return bool(prompt.ndim > 1)
-    several = (list, tuple, torch.Tensor, np.ndarray)
+    several = (list, tuple, Tensor, np.ndarray)
     return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and isinstance(prompt[0], several)
 
 
 def prompt_lists(prompt: Any, vocab_size: int, block_size: int) -> list[list[int]]:
     """One list of ids a prompt, checked. Takes lists, tuples and integer tensors of rank 1 (one) or 2 (many)."""
-    if isinstance(prompt, (torch.Tensor, np.ndarray)):
+    if isinstance(prompt, (Tensor, np.ndarray)):
         kind = f"{prompt.dtype} of shape {tuple(prompt.shape)}"
         if prompt.ndim not in (1, 2) or any(name in str(prompt.dtype) for name in ("float", "bool", "complex")):
             raise TypeError(f"prompt must be integer token ids of rank 1 or 2, got {kind}")
@@ -124,7 +125,7 @@ def prompt_lists(prompt: Any, vocab_size: int, block_size: int) -> list[list[int
     prompts = prompt if is_batch(prompt) else [prompt]
     for row, ids in enumerate(prompts):
         name = "prompt" if len(prompts) == 1 else f"prompt {row}"
-        if isinstance(ids, (torch.Tensor, np.ndarray)) and ids.ndim == 1:
+        if isinstance(ids, (Tensor, np.ndarray)) and ids.ndim == 1:
             ids = ids.tolist()
         if not isinstance(ids, (list, tuple)):
             raise TypeError(f"{name} must be a list of token ids, got {type(ids).__name__}")
@@ -174,7 +175,7 @@ def stop_set(stop: Any, end_of_text: int | None, vocab_size: int) -> frozenset[i
 
 def is_several(value: Any) -> bool:
     """Whether this may hold one value a row, or token ids."""
-    kinds = (list, tuple, set, frozenset, range, torch.Tensor, np.ndarray)
+    kinds = (list, tuple, set, frozenset, range, Tensor, np.ndarray)
     return isinstance(value, kinds) and getattr(value, "ndim", 1) > 0
 
 
@@ -204,6 +205,21 @@ def check_draft(draft: Draft, rule: Rule, pending: Sequence[int], depth_limit: S
             raise ValueError(f"draft: node 0 must hold the last token, {list(pending)}, got {roots}")
         if largest >= vocab_size:
             raise ValueError(f"draft: tokens must be ids in 0..{vocab_size - 1} or -1, got {largest}")
+
+
+def flaws(p: Tensor, q: Tensor | None) -> list[Tensor]:
+    """Nothing on a CPU, where laws are checked as they are made; else a column (B, 1), True for a NaN in p or q."""
+    if p.is_cpu:
+        return []
+    sums = p.sum((1, 2)) if q is None else p.sum((1, 2)) + q.sum((1, 2))  # (B,)
+    return [sums.isnan()[:, None]]
+
+
+def check_laws(p: Tensor, q: Tensor | None) -> None:
+    """Refuse p and q (B, N, V) with a NaN in them."""
+    check_law(p, "target")
+    if q is not None:
+        check_law(q, "draft")
 
 
 def check_dropout(name: str, model: Any) -> None:

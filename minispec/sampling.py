@@ -27,13 +27,9 @@ COLDEST, HOTTEST = 1e-30, 1e30  # temperatures beyond are taken as these: T and 
 def _number(name: str, value: object, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+    if not abs(value) <= torch.finfo(torch.float64).max:  # NaN, infinite, or an integer beyond any float
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
-    return number
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -70,17 +66,17 @@ class Sampling:
     def probs(self, logits: Tensor, who: str = "model") -> Tensor:
         """The law to sample from: logits (..., V) -> probabilities (..., V), float32 or the logits' float64.
 
-        Raises `ValueError` naming `who` and the place when a row holds a NaN or a +inf, or is all -inf.
+        Raises `ValueError` naming `who` and the place when a row holds a NaN or a +inf, or is all -inf. On a GPU, which
+        would have to be waited for, such a row gives a NaN instead (`check_law` looks).
         """
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        one = float(logits.sum())  # one number to look at, as a rule
-        if not math.isfinite(one) and (wrong := ~torch.isfinite(logits.amax(-1))).any():
-            place = tuple(wrong.nonzero()[0].tolist())
-            raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
+        if logits.is_cpu and not math.isfinite(float(logits.sum())):  # one number to look at, as a rule
+            check_law(logits.amax(-1, keepdim=True) * 0, who)  # 0 x inf is NaN
         if self.greedy:
             best = logits.argmax(-1, keepdim=True)  # (..., 1), the first of equals
-            return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+            one = 1.0 if logits.is_cpu else 1 + 0 * logits.gather(-1, best)
+            return torch.zeros_like(logits).scatter_(-1, best, one)
         if self.temperature != 1.0:
             logits = (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, COLDEST), HOTTEST)
         V = logits.shape[-1]
@@ -96,6 +92,13 @@ class Sampling:
             probs = probs.masked_fill(before >= self.top_p, 0.0)
             probs = probs / probs.sum(-1, keepdim=True)
         return torch.zeros_like(probs).scatter_(-1, index, probs)  # back to vocabulary order
+
+
+def check_law(law: Tensor, who: str) -> None:
+    """Refuse a law (..., V) with a NaN in it: `ValueError` names `who` and the place."""
+    if (wrong := law.sum(-1).isnan()).any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
 
 
 class Rng(Protocol):
@@ -118,7 +121,8 @@ class Randomness:
 
     Row b of an integer seed s has the key s for b = 0 and a hash of (s, b) otherwise; with one seed a row the
     key is that seed, so that a row draws the same `at` noise alone and in company. Never touches the global
-    generators. Draws on the CPU, so that a seed means the same tokens on every device.
+    generators. Draws on the CPU, so that a seed means the same tokens on every device (but for `rrs` and `specinfer`,
+    which ask a GPU, so as not to wait for it, for coins that decide nothing).
     """
 
     def __init__(self, seed: int | Sequence[int] | None = None, rows: int = 1) -> None:
@@ -138,8 +142,8 @@ class Randomness:
 
     def flip(self, prob: Tensor) -> Tensor:
         dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
-        u = torch.rand(prob.shape, generator=self._noise.generator, dtype=dtype, device="cpu").to(prob.device)
-        return u < prob  # u in [0, 1): 1 always passes
+        u = torch.rand(prob.shape, generator=self._noise.generator, dtype=dtype, device="cpu")
+        return prob > u.to(prob.device, non_blocking=prob.is_cuda)  # u in [0, 1): 1 always passes
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
         """An exponential race: the argmax of weights / Exp(1) noise is drawn in proportion to the weights."""
@@ -152,7 +156,7 @@ class Randomness:
         else:
             keyed = [self._noise.at(key, position, V, dtype, B) for key, position in zip(self.keys, at, strict=True)]
             noise = keyed[0][None] if B == 1 else torch.stack(keyed)  # (B, V)
-        return (weights / noise.to(weights.device)).argmax(-1)  # (B,)
+        return (weights / noise.to(weights.device, non_blocking=weights.is_cuda)).argmax(-1)  # (B,)
 
     def select(self, rows: Sequence[int]) -> Randomness:
         """The same randomness for these rows only; each keeps its key. This object stays as it is."""

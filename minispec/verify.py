@@ -47,7 +47,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def count_accepted(accept: Tensor) -> Tensor:
     """Leading True of each row: (B, K) -> (B,). [1, 0, 1, 1] gives 1."""
-    return accept.long().cumprod(1).sum(1)
+    return accept.cumprod(1).sum(1)
 
 
 def token(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
@@ -108,15 +108,15 @@ def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> 
     """
     B = tokens.shape[0]
     row = torch.arange(B, device=p.device)
-    parents = tree.parents.to(p.device)  # (1 or B, N)
+    parents = tree.parents.to(p.device, non_blocking=True)  # (1 or B, N)
     node = torch.zeros(B, dtype=torch.long, device=p.device)  # (B,): where the path has come to
     path, emitted, alive = [node], node, torch.ones_like(node, dtype=torch.bool)
     for depth in range(1, tree.max_depth + 2):
         y = rng.pick(p[row, node], at=[depth] * B)  # (B,): drawn for a node at this depth
         emitted = torch.where(alive, y, emitted)
         child = (parents == node[:, None]) & (tokens == y[:, None])  # (B, N)
-        alive = alive & child.any(1)
-        node = torch.where(alive, child.long().argmax(1), node)
+        found, node = child.max(1)  # the first such child; node 0 where there is none
+        alive = alive & found
         path.append(torch.where(alive, node, -1))
         if _nobody(alive):
             break
@@ -136,7 +136,7 @@ def rrs(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tu
     """
     assert q is not None
     row = torch.arange(tokens.shape[0], device=p.device)
-    table = tree.child_table.to(p.device).expand(len(row), -1, -1)  # (B, N, C)
+    table = tree.child_table.to(p.device, non_blocking=True).expand(len(row), -1, -1)  # (B, N, C)
     node = torch.zeros_like(row)
     law, path, alive = p[:, 0], [node], torch.ones_like(node, dtype=torch.bool)
     for _ in range(tree.max_depth):

@@ -87,10 +87,9 @@ def test_case_11_bad_rollback_changes_nothing(length: object) -> None:
 def test_case_11_slots_beyond_the_length_change_no_logit(junk: float) -> None:
     model, tokens = model_of(), tokens_of(9)
     cache = cache_for(model)
-    cache.k.fill_(junk), cache.v.fill_(junk)
+    cache.kv.fill_(junk)
     model(tokens[:, :5], cache)
-    cache.k[..., 5:, :] = junk
-    cache.v[..., 5:, :] = junk
+    cache.kv[..., 5:, :] = junk
     assert (model(tokens[:, 5:], cache) - model(tokens)[:, 5:]).abs().max() < 1e-10
 
 
@@ -98,7 +97,7 @@ def test_case_11_slots_beyond_the_length_change_no_logit(junk: float) -> None:
 def test_case_11_stale_slots_of_shorter_rows_change_no_logit() -> None:
     model, tokens = model_of(), tokens_of(12, 2)
     cache = cache_for(model, 2)
-    cache.k.fill_(1e4), cache.v.fill_(1e4)
+    cache.kv.fill_(1e4)
     read(model, cache, [tokens[0, :9].tolist(), tokens[1, :4].tolist()])
     got = read(model, cache, [tokens[0, 9:].tolist(), tokens[1, 4:5].tolist()])
     assert (got[0] - model(tokens[:1])[0, 11]).abs().max() < 1e-10
@@ -183,8 +182,7 @@ def test_case_15_each_node_sees_its_path_and_keep_leaves_a_prefill(seed: int) ->
     model(torch.cat([prompt, nodes[:, path]], 1), fresh)
     assert cache.lengths == fresh.lengths
     m = fresh.lengths[0]
-    assert (cache.k[..., :m, :] - fresh.k[..., :m, :]).abs().max() < 1e-10
-    assert (cache.v[..., :m, :] - fresh.v[..., :m, :]).abs().max() < 1e-10
+    assert (cache.kv[..., :m, :] - fresh.kv[..., :m, :]).abs().max() < 1e-10
 
 
 @core
@@ -229,11 +227,11 @@ def test_keep_with_a_path_a_row_then_decoding_goes_on() -> None:
 def test_bad_paths_change_nothing(paths: list[list[int]], nodes: int) -> None:
     model, cache = model_of(), cache_for(model_of())
     model(tokens_of(7), cache)
-    before = cache.k.clone()
+    before = cache.kv.clone()
     with pytest.raises(ValueError, match="keep: "):
         cache.keep(paths, nodes)
     assert cache.lengths == [7]
-    assert torch.equal(cache.k, before)
+    assert torch.equal(cache.kv, before)
 
 
 @core
@@ -281,9 +279,9 @@ def test_overflow_and_nonsense_are_errors_that_change_nothing() -> None:
 @core
 def test_nothing_is_allocated_while_decoding() -> None:
     model, cache = model_of(), cache_for(model_of())
-    where = cache.k.data_ptr(), cache.v.data_ptr()
+    where = cache.kv.data_ptr()
     for _ in range(20):
         model(tokens_of(3), cache)
         cache.keep([[0, 2]], 3)
         cache.rollback(max(cache.lengths[0] - 2, 0))
-    assert (cache.k.data_ptr(), cache.v.data_ptr()) == where
+    assert cache.kv.data_ptr() == where
