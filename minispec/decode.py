@@ -161,7 +161,8 @@ def stream(
     if is_batch(prompt):
         raise TypeError("prompt: stream takes one prompt, a list of token ids; use speculate for many")
     call = _choose(target, draft, prompt, max_new_tokens, sampling, tree, draft_len, rule, stop, seed, rng)
-    return (step for steps in decode(call) for _, step in steps)
+    rounds = torch.inference_mode()(decode)(call)  # left at every yield, as the caller may want gradients
+    return (step for steps in rounds for _, step in steps)
 
 
 def _choose(
@@ -235,9 +236,10 @@ def _collect(plan: Plan, many: bool) -> Result | list[Result]:
     prompts = [list(row.tokens) for row in plan.rows]
     steps: list[list[Step]] = [[] for _ in plan.rows]
     start = time.perf_counter()
-    for round_ in decode(plan):
-        for index, step in round_:
-            steps[index].append(step)
+    with torch.inference_mode():
+        for round_ in decode(plan):
+            for index, step in round_:
+                steps[index].append(step)
     seconds = time.perf_counter() - start
     results = []
     for row, prompt, taken in zip(plan.rows, prompts, steps, strict=True):
@@ -248,7 +250,7 @@ def _collect(plan: Plan, many: bool) -> Result | list[Result]:
 
 
 def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
-    """The loop. Yields, for each target pass, the row index and `Step` of every row that took part."""
+    """The loop, to be run in inference mode. Yields, for each target pass, row index and `Step` of each row in it."""
     target, rng = plan.target, plan.rng
     rows = [row for row in plan.rows if len(row.tokens) < row.limit]
     if not rows:
@@ -257,37 +259,35 @@ def decode(plan: Plan) -> Iterator[list[tuple[int, Step]]]:
         rng = rng.select([row.index for row in rows])  # type: ignore[attr-defined]
     capacity = max(row.limit for row in rows) + plan.drafter.max_nodes
     cache = KVCache(target.config, len(rows), capacity, device=target.device, dtype=target.dtype)
-    with torch.inference_mode():
-        session = plan.drafter.begin([row.tokens for row in rows], plan.sampling)
-        if max(len(row.tokens) for row in rows) > 1:
-            read(target, cache, [row.tokens[:-1] for row in rows])  # prefill is not a step: no token comes of it
+    session = plan.drafter.begin([row.tokens for row in rows], plan.sampling)
+    if max(len(row.tokens) for row in rows) > 1:
+        read(target, cache, [row.tokens[:-1] for row in rows])  # prefill is not a step: no token comes of it
     while rows:
-        with torch.inference_mode():  # not across a yield, whose caller may want gradients
-            here = Shifted(rng, [len(row.tokens) - 1 for row in rows])
-            depths = [row.depth_limit for row in rows]
-            draft = session.propose([row.new for row in rows], depths, here)
-            tokens = draft.tokens.to(cache.kv.device)  # (B, N)
-            check_draft(draft, plan.rule, [row.tokens[-1] for row in rows], depths, target.config.vocab_size)
-            p = _score(target, cache, draft.tree, tokens, plan.sampling)
-            path, token = plan.rule.verify(p, draft.q, tokens, draft.tree, here)
-            unseen = flaws(p, draft.q)
-            host = torch.cat([path, token[:, None], tokens, *unseen], 1).tolist()  # the one wait for the device
-            if unseen and sum(line.pop() for line in host):
-                check_laws(p, draft.q)
-            paths = [[node for node in line[: path.shape[1]] if node >= 0] for line in host]
-            cache.keep(paths, draft.tree.size)
-            session.commit(paths)
-            steps = [
-                _emit(row, draft.tree.of_row(i), paths[i], line[path.shape[1]], line[path.shape[1] + 1 :])
-                for i, (row, line) in enumerate(zip(rows, host, strict=True))
-            ]
-            done = [(row.index, step) for row, step in zip(rows, steps, strict=True)]
-            going = [i for i, step in enumerate(steps) if step.finish_reason is None]
-            if 0 < len(going) < len(rows):
-                cache.select(going)
-                session.select(going)
-                rng = rng.select(going)  # type: ignore[attr-defined]
-            rows = [rows[i] for i in going]
+        here = Shifted(rng, [len(row.tokens) - 1 for row in rows])
+        depths = [row.depth_limit for row in rows]
+        draft = session.propose([row.new for row in rows], depths, here)
+        tokens = draft.tokens.to(cache.kv.device)  # (B, N)
+        check_draft(draft, plan.rule, [row.tokens[-1] for row in rows], depths, target.config.vocab_size)
+        p = _score(target, cache, draft.tree, tokens, plan.sampling)
+        path, token = plan.rule.verify(p, draft.q, tokens, draft.tree, here)
+        unseen = flaws(p, draft.q)
+        host = torch.cat([path, token[:, None], tokens, *unseen], 1).tolist()  # the one wait for the device
+        if unseen and sum(line.pop() for line in host):
+            check_laws(p, draft.q)
+        paths = [[node for node in line[: path.shape[1]] if node >= 0] for line in host]
+        cache.keep(paths, draft.tree.size)
+        session.commit(paths)
+        steps = [
+            _emit(row, draft.tree.of_row(i), paths[i], line[path.shape[1]], line[path.shape[1] + 1 :])
+            for i, (row, line) in enumerate(zip(rows, host, strict=True))
+        ]
+        done = [(row.index, step) for row, step in zip(rows, steps, strict=True)]
+        going = [i for i, step in enumerate(steps) if step.finish_reason is None]
+        if 0 < len(going) < len(rows):
+            cache.select(going)
+            session.select(going)
+            rng = rng.select(going)  # type: ignore[attr-defined]
+        rows = [rows[i] for i in going]
         yield done
 
 

@@ -116,13 +116,16 @@ class ModelSession:
         config, dtype, self.device = self.model.config, self.model.dtype, self.model.device
         capacity = config.block_size + drafter.max_nodes
         self.cache = KVCache(config, len(prompts), capacity, device=self.device, dtype=dtype)
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        # the law of the root and of absent nodes: zero, (B, V)
+        self.no_law = torch.zeros(len(prompts), config.vocab_size, device=self.device, dtype=dtype)
 
     def propose(self, new_tokens: Sequence[Sequence[int]], depth_limit: Sequence[int], rng: Rng) -> Draft:
         for text, new in zip(self.texts, new_tokens, strict=True):
             text += new
         tree, device = self.tree.cut(max(depth_limit)), self.device
         tokens = [torch.tensor([text[-1] for text in self.texts], device=device)]  # N times (B,), in the end
-        q = [self.no_law()]  # N times (B, V)
+        q = [self.no_law]  # N times (B, V)
         for depth in range(1, tree.max_depth + 1):
             parents = tree.levels[depth - 1]
             logits = self.read_last()[:, None] if depth == 1 else self.read_level(tree, parents, tokens)  # (B, P, V)
@@ -138,11 +141,6 @@ class ModelSession:
                     tokens.append(self.draw(law, depth, rng, whole))
                     q.append(law)
         return Draft(tree, torch.stack(tokens, 1), None if self.kind == "chosen" else torch.stack(q, 1), self.kind)
-
-    def no_law(self) -> Tensor:
-        """The law of the root and of absent nodes: zero, (B, V)."""
-        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-        return torch.zeros(len(self.texts), self.model.config.vocab_size, device=self.device, dtype=dtype)
 
     def draw(self, law: Tensor, depth: int, rng: Rng, whole: bool = False) -> Tensor:
         """A token of each row from its law (B, V) -> (B,); -1, an absent node, where the law is zero.
@@ -194,6 +192,7 @@ class ModelSession:
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
         self.texts = [self.texts[row] for row in rows]
+        self.no_law = self.no_law[: len(rows)]
 
 
 def EarlyExitDrafter(target: GPT, layers: int, tree: Tree | None = None, how: str = "without") -> ModelDrafter:

@@ -65,7 +65,7 @@ class AdaptiveSession:
             text += new
         limit = torch.tensor(depth_limit, device=device)  # (B,)
         tokens = [torch.tensor([text[-1] for text in inner.texts], device=device)]
-        q = [inner.no_law()]
+        q = [inner.no_law]
         reach, going = torch.ones(len(inner.texts), device=device), limit > 0  # (B,)
         for depth in range(1, min(self.drafter.max_len, max(depth_limit)) + 1):
             tree = Tree.chain(depth)
