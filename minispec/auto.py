@@ -166,9 +166,9 @@ class Search:
         gain = costs.speed_up(tokens, plan.tree.size, plan.tree.max_depth)
         return replace(plan, tokens_per_step=tokens, speed_up=gain)
 
-    def tokens_per_step(self, drafter: Drafter, rule: str) -> float:
+    def tokens_per_step(self, drafter: Drafter, rule: str, seed: int = SEED) -> float:
         """Mean tokens of a step, the last ones of a text, cut short, included: their times are in `costs` too."""
-        results = self.decode(drafter, rule, self.texts, self.length)
+        results = self.decode(drafter, rule, self.texts, self.length, seed)
         return sum(len(r.tokens) for r in results) / max(sum(len(r.steps) for r in results), 1)
 
     @cached_property

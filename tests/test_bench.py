@@ -12,10 +12,10 @@ from doubles import random_gpt
 from test_tokenizer import BYTES, PATTERN, SPECIAL, Tokenizer
 
 from minispec import Pair, Sampling, Tree, auto, generate
-from minispec.bench import machine
-from minispec.bench.machine import bytes_read, emulate_layers, memory_rates, read_bandwidth, shares
+from minispec.bench import machine, timing
+from minispec.bench.machine import bytes_read, emulate_layers, memory_times, middle, read_bandwidth, shares
 from minispec.bench.setups import Setup, model_setup
-from minispec.bench.timing import Predictor, once, timings
+from minispec.bench.timing import Predictor, once, one_round, timings
 from minispec.cli import main
 from minispec.cost import ownership
 from minispec.pair import save_model, save_tokenizer
@@ -154,30 +154,80 @@ def test_bytes_of_a_pass_are_all_weights_but_the_positions() -> None:
     model = random_gpt(1)
     assert bytes_read(model) == 8 * (sum(p.numel() for p in model.parameters()) - model.wpe.weight.numel())
     assert read_bandwidth(torch.device("cpu"), repeats=1) > 0
-    assert all(rate > 0 for rate in memory_rates(model, repeats=1))
+    passes, reads = memory_times(model, repeats=3)
+    assert (len(passes), len(reads)) == (6, 3)
+    assert min(passes + reads) > 0
 
 
-def test_expectations_are_the_mean_of_what_was_measured_before_and_after(
+def test_expectations_are_the_median_of_what_was_measured_after_each_round(
     shipped: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain, dynamic = model_setup(shipped, "token", Tree.chain(4), "without", "chain 4"), Setup("x", "match", None, 9)
     plain, peer = Setup("plain", None, None, 1, 0), Setup("peer", None, None, 1, peer=lambda *_: [])
     tree = model_setup(shipped, "rrs", Tree.branching([2]), "without", "tree")
     asked: list[list[int]] = []
+    first: list[list[int]] = []
+    seeds: list[int] = []
+    scale = iter((1.0, 8.0, 2.0))
 
     def costs(search: auto.Search, drafters: list[Any], trees: list[Tree], rule: str) -> Costs:
         asked.append([tree.size for tree in trees])
-        return Costs({1: 1.0, 9: 1.0}, draft_step=0.25 * len(asked))
+        first.append(search.texts[0])
+        now = len(predictor.rounds)
+        return Costs({1: 1.0, 3: 1.5, 5: 1.5}, 0.0, overhead=(0.5, 6.5, 2.5)[now])
+
+    def tokens(search: auto.Search, drafter: Any, rule: str, seed: int) -> float:
+        seeds.append(seed)
+        return 3.0 + seed % 2
 
     monkeypatch.setattr(auto.Search, "costs", costs)
-    monkeypatch.setattr(auto.Search, "tokens_per_step", lambda *_: 3.0)
-    predictor = Predictor(shipped, Sampling(), [[1]], 8)
-    for _ in range(2):
+    monkeypatch.setattr(auto.Search, "passes", property(lambda search: Costs({1: next(scale)}, 0.5)))
+    monkeypatch.setattr(auto.Search, "tokens_per_step", tokens)
+    predictor = Predictor(shipped, Sampling(), [[1], [2], [3]], 8)
+    for _ in range(3):
         predictor.measure([plain, chain, dynamic, peer, tree])
-    assert asked == [[3, 9], [3]] * 2  # chains of a rule by two of them, a tree by itself
-    assert predictor.speed_up(chain) == pytest.approx((3 / 2 + 3 / 4) / 2)
-    assert predictor.speed_up(tree) == pytest.approx((3 / 1.5 + 3 / 2) / 2)
+    assert asked == [[3, 9], [3]] * 3  # chains of a rule by two of them, a tree by itself
+    assert first == [[1], [1], [3], [3], [2], [2]]  # each round on other texts
+    assert predictor.speed_up(chain) == pytest.approx(3.5 / 4)  # of 3.5 / 2, 3.5 / 8 and 3.5 / 4
+    assert predictor.speed_up(tree) == pytest.approx(3.5 / 4)
+    assert seeds == [20_000, 20_001] * 2  # two draws
     assert [predictor.speed_up(setup) for setup in (plain, dynamic, peer)] == [1.0, None, None]
+    assert predictor.typical() == Costs({1: 2.0}, 0.5)
+    assert (len(predictor.alone), len(predictor.reads)) == (3 * 20, 3 * 10)
+    greedy = Predictor(shipped, Sampling(0), [[1]], 8)
+    seeds.clear()
+    assert greedy.tokens_per_step(chain) == 3
+    assert seeds == [20_000]  # there is but one outcome
+
+
+def test_every_setup_is_set_against_the_plain_runs_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Setup(name, None, None, 1, 0) for name in ("plain", *"abcdef")]
+    plain_seconds = iter([1.0, 2.0, 4.0, 3.0, 5.0, 1.0] * 4)  # three plain runs a prompt, 10 tokens each
+    order: list[str] = []
+    ended: list[str] = []
+
+    def run(pair: Any, setup: Setup, prompt: list[int], *rest: Any) -> tuple[int, float, list[Any]]:
+        order.append(setup.name)
+        return (10, next(plain_seconds), []) if setup is found[0] else (20, 0.5, [])
+
+    monkeypatch.setattr(timing, "once", run)
+    none: Any = None
+    tallies, _ = one_round(none, found, [[1], [2]], Sampling(), 4, 1, lambda: ended.append("prompt"))
+    assert "".join(order) == 2 * "plainabcdplainefplain"
+    assert (tallies["plain"].tokens, tallies["plain"].seconds, tallies["plain"].plainly) == (60, 16.0, 16.0)
+    assert (tallies["a"].tokens, tallies["a"].seconds) == (40, 1.0)
+    assert tallies["a"].plainly == pytest.approx(20 * (0.1 + 0.2) / 2 + 20 * (0.3 + 0.5) / 2)
+    assert tallies["e"].plainly == pytest.approx(20 * (0.2 + 0.4) / 2 + 20 * (0.5 + 0.1) / 2)
+    rows = timings(none, found, [[1], [2]], Sampling(), 4, 2, lambda: None, lambda: ended.append("round"))
+    assert [row.ratio for row in rows] == [1.0, *[pytest.approx(11.0)] * 4, *[pytest.approx(12.0)] * 2]
+    assert [row.new_tokens for row in rows] == [120, *[80] * 6]
+    assert ended == ["prompt"] * 2 + ["round"] * 2
+
+
+def test_the_usual_shares_are_those_with_the_middle_overhead() -> None:
+    parts = [machine.Shares(0.01, 0.7, 0.1, share, 0.0) for share in (0.3, 0.1, 0.2)]
+    assert middle(parts) is parts[2]
+    assert middle([]) is None
 
 
 def test_another_librarys_decoder_is_timed_in_the_same_run(shipped: Pair) -> None:
@@ -196,6 +246,7 @@ def test_another_librarys_decoder_is_timed_in_the_same_run(shipped: Pair) -> Non
     assert rows[1].ratio > 1
     assert rows[1].tokens_per_pass is None
     assert len(calls) == 1 + 3 * 2
+    assert rows[1].new_tokens == 16
 
 
 def test_shares_cover_every_setup_with_a_model(shipped: Pair) -> None:

@@ -23,7 +23,7 @@ from minispec.bench.machine import (
     bytes_read,
     emulate_layers,
     growth,
-    memory_rates,
+    middle,
     shares,
 )
 from minispec.bench.report import describe, figures, growth_table, plot, where
@@ -102,16 +102,17 @@ def _compare(
         found += peers(pair, sampling, 5) if args.peers else []
         tick = partial(bar.advance, bar.add_task(f"T = {temperature:g}", total=(args.repeats + 1) * len(timed)))
         predictor = Predictor(pair, sampling, others[:16], length)
-        predictor.measure(found)
-        timed_rows = timings(pair, found, timed, sampling, length, args.repeats, tick)
-        predictor.measure(found)
+        timed_rows = timings(
+            pair, found, timed, sampling, length, args.repeats, tick, partial(predictor.measure, found)
+        )
         expected = {setup.name: predictor.speed_up(setup) for setup in found}
         rows += [replace(row, predicted=expected[row.setup]) for row in timed_rows]
-        print(describe(predictor.first.passes, bytes_read(pair.target), *memory_rates(pair.target)))
+        print(describe(predictor.typical(), bytes_read(pair.target), predictor.alone, predictor.reads))
         for setup in found:
             if (setup.plan is not None or setup.name.endswith("chain 5")) and setup.peer is None:
-                part = shares(pair, setup, timed, sampling, length)
-                times |= {} if part is None else {f"T = {temperature:g}: {setup.name}": part}
+                parts = [shares(pair, setup, timed, sampling, length) for _ in range(args.repeats)]
+                usual = middle([part for part in parts if part is not None])
+                times |= {} if usual is None else {f"T = {temperature:g}: {setup.name}": usual}
     console.print(figures(rows, title))
     if times:
         console.print(where(times))

@@ -32,24 +32,24 @@ def read_bandwidth(device: torch.device, repeats: int = 7) -> float:
 
 
 @torch.inference_mode()
-def memory_rates(model: GPT, repeats: int = 25) -> tuple[float, float]:
-    """Bytes a second of a one-token pass behind 64 tokens and of a plain read: in turn, medians."""
+def memory_times(model: LanguageModel, repeats: int = 10) -> tuple[list[float], list[float]]:
+    """Seconds of a one-token pass behind 64 tokens, and of a plain read of as many bytes, in turn."""
     context = min(64, model.config.block_size - 1)
     cache = KVCache(model.config, 1, context + 1, device=model.device, dtype=model.dtype)
     text = torch.zeros(1, context + 1, dtype=torch.long, device=model.device)
-    buffer = torch.ones(BUFFER // 4, device=model.device)
+    buffer = torch.ones(bytes_read(model) // 4, device=model.device)
     model(text[:, :context], cache)
     passes, reads = [], []
     for turn in range(3 * (repeats + 2)):  # two passes, then a read; the first two rounds warm up
         if turn % 3 < 2:
             cache.rollback(context)
             passes.append(seconds(lambda: model(text[:, :1], cache), model.device))
-            continue
-        reads.append(seconds(buffer.sum, model.device))
-    return bytes_read(model) / statistics.median(passes[4:]), BUFFER / statistics.median(reads[2:])
+        else:
+            reads.append(seconds(buffer.sum, model.device))
+    return passes[4:], reads[2:]
 
 
-def bytes_read(model: GPT) -> int:
+def bytes_read(model: Any) -> int:
     """What a pass over one token reads: all weights but the position table, the token table being the head too."""
     tables = (model.wpe.weight,)
     return sum(p.numel() * p.element_size() for p in model.parameters() if all(p is not t for t in tables))
@@ -135,6 +135,11 @@ def shares(pair: Pair, setup: Setup, prompts: list[list[int]], sampling: Samplin
             parts.append((result.stats.seconds, len(result.steps), *spent))
     total, steps, t, d, v = (statistics.fmean(column) for column in zip(*parts, strict=True))
     return Shares(total / steps, t / total, d / total, v / total, 1 - (t + d + v) / total)
+
+
+def middle(parts: list[Shares]) -> Shares | None:
+    """Of several measurements the one whose overhead is in the middle; None of none."""
+    return sorted(parts, key=lambda part: part.overhead)[len(parts) // 2] if parts else None
 
 
 @dataclass(frozen=True)

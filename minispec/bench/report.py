@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,14 +13,15 @@ from minispec.bench.timing import Row
 from minispec.planner import Costs
 
 
-def describe(costs: Costs, weights: int, reached: float, bandwidth: float) -> str:
-    """The measured costs in three lines. weights: bytes that a pass reads; bytes a second of it and of a plain read."""
+def describe(costs: Costs, weights: int, passes: Sequence[float], reads: Sequence[float]) -> str:
+    """The measured costs in three lines. weights: bytes that a pass reads; then seconds of passes, of plain reads."""
     checks = " ".join(f"t({n}) {costs.check(n) / costs.check(1):.2f}" for n in (2, 4, 6, 8, 12, 16, 32))
+    one, read = statistics.median(passes), statistics.median(reads)
     return (
         f"target pass {1e3 * costs.check(1):.2f} ms; relative to it: {checks}\n"
         f"draft step {1e3 * costs.draft_step:.2f} ms, c = {costs.cost_ratio:.3f}\n"
-        f"a target pass reads {weights / 1e6:.0f} MB at {reached / 1e9:.1f} GB/s, "
-        f"{100 * reached / bandwidth:.0f} % of a plain read ({bandwidth / 1e9:.1f} GB/s), in turn"
+        f"a target pass reads {weights / 1e6:.0f} MB at {weights / one / 1e9:.1f} GB/s, "
+        f"{100 * read / one:.0f} % of a plain read ({weights / read / 1e9:.1f} GB/s), in turn"
     )
 
 

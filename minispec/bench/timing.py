@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minispec.auto import SPAN, Search
+from minispec.auto import SEED, SPAN, Search
+from minispec.bench.machine import memory_times
 from minispec.bench.setups import Setup, decode
 from minispec.decode import search_run
 from minispec.pair import Pair
@@ -16,6 +17,9 @@ from minispec.planner import Costs
 from minispec.result import Step, summarise
 from minispec.sampling import Sampling
 from minispec.tree import Tree
+
+AMONG = 4  # setups between two plain runs
+DRAWS = 2  # of the texts that yields are measured on
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,15 @@ def passes(pair: Pair, setup: Setup, prompts: list[list[int]], sampling: Samplin
     return Row(setup.name, sampling.temperature, setup.nodes, stats.new_tokens, per_pass, stats.acceptance_rate)
 
 
+@dataclass
+class Tally:
+    """What a setup did in one round; `plainly` is what plain decoding beside it would have taken for its tokens."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    plainly: float = 0.0
+
+
 def timings(
     pair: Pair,
     found: list[Setup],
@@ -52,41 +65,79 @@ def timings(
     length: int,
     repeats: int,
     tick: Callable[[], None],
+    after: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Every setup on every prompt, in turn, `repeats` times; medians of the ratio to plain decoding beside it."""
-    rates: dict[str, list[float]] = {setup.name: [] for setup in found}
+    """Every setup (the first is plain decoding) on every prompt, in turn; medians of `repeats` rounds and of ratios.
+
+    `tick` is called after each prompt, `after` after each round but the first, which warms up.
+    """
+    rounds: list[dict[str, Tally]] = []
     steps: dict[str, list[Step]] = {setup.name: [] for setup in found}
-    for repeat in range(repeats + 1):  # the first round warms up
-        seconds = dict.fromkeys(rates, 0.0)
-        tokens = dict.fromkeys(rates, 0)
-        for prompt in prompts:  # setups take turns at each prompt, so that a slow spell hits all of them
-            for setup in found:
-                count, spent, taken = once(pair, setup, prompt, sampling, length, repeat)
-                seconds[setup.name] += spent
-                tokens[setup.name] += count
-                steps[setup.name] += taken if repeat else []
-            tick()
-        for name in rates if repeat else ():
-            rates[name].append(tokens[name] / seconds[name])
+    for repeat in range(repeats + 1):
+        tallies, taken = one_round(pair, found, prompts, sampling, length, repeat, tick)
+        if repeat:
+            rounds.append(tallies)
+            for name, new in taken.items():
+                steps[name] += new
+            after()
     rows = []
     for setup in found:
-        stats = summarise(steps[setup.name])
-        ratios = [a / b for a, b in zip(rates[setup.name], rates[found[0].name], strict=True)]
+        tallies_of = [tallies[setup.name] for tallies in rounds]
+        ratios = [tally.plainly / tally.seconds for tally in tallies_of]
         quartiles = statistics.quantiles(ratios, n=4) if repeats > 1 else [0.0, 0.0, 0.0]
+        stats = summarise(steps[setup.name])
         rows.append(
             Row(
                 setup.name,
                 sampling.temperature,
                 setup.nodes,
-                stats.new_tokens or repeats * len(prompts) * length,
+                sum(tally.tokens for tally in tallies_of),
                 stats.tokens_per_pass,
                 stats.acceptance_rate,
-                statistics.median(rates[setup.name]),
+                statistics.median(tally.tokens / tally.seconds for tally in tallies_of),
                 statistics.median(ratios),
                 quartiles[2] - quartiles[0],
             )
         )
     return rows
+
+
+def one_round(
+    pair: Pair,
+    found: list[Setup],
+    prompts: list[list[int]],
+    sampling: Sampling,
+    length: int,
+    seed: int,
+    tick: Callable[[], None],
+) -> tuple[dict[str, Tally], dict[str, list[Step]]]:
+    """All setups at each prompt, `AMONG` of them between two runs of plain decoding, whose mean they are set against.
+
+    So a slow spell of the machine, of a second or of a minute, hits both sides of a ratio.
+    """
+    plain, others = found[0], found[1:]
+    order = [plain]
+    for start in range(0, len(others), AMONG):
+        order += [*others[start : start + AMONG], plain]
+    tallies = {setup.name: Tally() for setup in found}
+    steps: dict[str, list[Step]] = {setup.name: [] for setup in found}
+    for prompt in prompts:
+        before, since = 0.0, []  # plain decoding's seconds a token, and who has run since, with how many tokens
+        for setup in order:
+            count, spent, taken = once(pair, setup, prompt, sampling, length, seed)
+            tally = tallies[setup.name]
+            tally.tokens += count
+            tally.seconds += spent
+            steps[setup.name] += taken
+            if setup is not plain:
+                since.append((tally, count))
+                continue
+            tally.plainly += spent
+            for other, new in since:
+                other.plainly += new * (before + spent / count) / 2
+            before, since = spent / count, []
+        tick()
+    return tallies, steps
 
 
 def once(
@@ -104,24 +155,41 @@ def once(
 class Predictor:
     """The cost model's expectation for any setup, measured on prompts that are not timed.
 
-    `measure` before the timing and again after it: a machine changes its mind in the minutes between, and the
-    expectation is the mean of both.
+    `measure` after each round of the timing, as a machine changes its mind within minutes: the expectation is the
+    median of all rounds.
     """
 
     def __init__(self, pair: Pair, sampling: Sampling, prompts: list[list[int]], length: int) -> None:
         run = search_run(pair.target)
-        self.first = Search(pair.target, pair.draft, sampling, None, run, length=length, given=prompts, repeats=4)
+        self.first = Search(pair.target, pair.draft, sampling, None, run, length=length, given=prompts, repeats=2)
         self.rounds: list[dict[str, Costs]] = []
+        self.passes: list[Costs] = []
+        self.alone: list[float] = []  # seconds of a one-token pass, and of reading as many bytes
+        self.reads: list[float] = []
 
     def measure(self, found: list[Setup]) -> None:
-        """Measure the passes of both models, and the steps of chains of two lengths and of each tree."""
-        search = replace(self.first)  # with passes of its own
+        """Measure the passes of both models, the memory, and the steps of chains of two lengths and of each tree."""
+        texts, turn = self.first.texts, 2 * len(self.rounds) % len(self.first.texts)
+        search = replace(self.first, given=texts[turn:] + texts[:turn])  # other texts, and passes of its own
         costs: dict[str, Costs] = {}
         for setup in found:
             name, drafters = self.group(setup)
             if drafters and name not in costs:
                 costs[name] = search.costs(drafters, [drafter.tree for drafter in drafters], setup.rule or "")
         self.rounds.append(costs)
+        self.passes.append(search.passes)
+        for times, new in zip((self.alone, self.reads), memory_times(self.first.target), strict=True):
+            times += new
+
+    def typical(self) -> Costs:
+        """Medians of the passes' times over all rounds."""
+        times = {n: statistics.median(costs.pass_time[n] for costs in self.passes) for n in self.passes[0].pass_time}
+        return Costs(times, statistics.median(costs.draft_step for costs in self.passes))
+
+    def tokens_per_step(self, setup: Setup) -> float:
+        """Mean tokens of a step, of several draws where decoding is random."""
+        seeds = range(SEED, SEED + (1 if self.first.sampling.greedy else DRAWS))
+        return statistics.fmean(self.first.tokens_per_step(setup.drafter, setup.rule or "", seed) for seed in seeds)
 
     def group(self, setup: Setup) -> tuple[str, list[Any]]:
         """Whose costs these are, and the drafters that tell them: two chains for all chains of a rule."""
@@ -136,6 +204,5 @@ class Predictor:
         name, drafters = self.group(setup)
         if not drafters:
             return 1.0 if setup.rule is None and setup.peer is None else None
-        tokens = self.first.tokens_per_step(setup.drafter, setup.rule or "")
-        gains = [costs[name].speed_up(tokens, setup.nodes, setup.depth or 0) for costs in self.rounds]
-        return statistics.fmean(gains)
+        tokens = self.tokens_per_step(setup)
+        return statistics.median(costs[name].speed_up(tokens, setup.nodes, setup.depth or 0) for costs in self.rounds)
