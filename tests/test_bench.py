@@ -167,7 +167,7 @@ def test_expectations_are_the_median_of_what_was_measured_after_each_round(
     tree = model_setup(shipped, "rrs", Tree.branching([2]), "without", "tree")
     asked: list[list[int]] = []
     first: list[list[int]] = []
-    seeds: list[int] = []
+    asked_yields: list[tuple[str, int, int]] = []
     scale = iter((1.0, 8.0, 2.0))
 
     def costs(search: auto.Search, drafters: list[Any], trees: list[Tree], rule: str) -> Costs:
@@ -177,8 +177,8 @@ def test_expectations_are_the_median_of_what_was_measured_after_each_round(
         return Costs({1: 1.0, 3: 1.5, 5: 1.5}, 0.0, overhead=(0.5, 6.5, 2.5)[now])
 
     def tokens(search: auto.Search, drafter: Any, rule: str, seed: int) -> float:
-        seeds.append(seed)
-        return 3.0 + seed % 2
+        asked_yields.append((rule, drafter.tree.max_depth, seed - auto.SEED))
+        return 3.0 + (seed - auto.SEED)
 
     monkeypatch.setattr(auto.Search, "costs", costs)
     monkeypatch.setattr(auto.Search, "passes", property(lambda search: Costs({1: next(scale)}, 0.5)))
@@ -188,16 +188,25 @@ def test_expectations_are_the_median_of_what_was_measured_after_each_round(
         predictor.measure([plain, chain, dynamic, peer, tree])
     assert asked == [[3, 9], [3]] * 3  # chains of a rule by two of them, a tree by itself
     assert first == [[1], [1], [3], [3], [2], [2]]  # each round on other texts
-    assert predictor.speed_up(chain) == pytest.approx(3.5 / 4)  # of 3.5 / 2, 3.5 / 8 and 3.5 / 4
-    assert predictor.speed_up(tree) == pytest.approx(3.5 / 4)
-    assert seeds == [20_000, 20_001] * 2  # two draws
-    assert [predictor.speed_up(setup) for setup in (plain, dynamic, peer)] == [1.0, None, None]
+    found = predictor.speed_ups([plain, chain, dynamic, peer, tree])
+    assert asked_yields == [("token", 4, draw) for draw in range(4)] + [("rrs", 1, draw) for draw in range(4)]
+    assert found == {"plain": 1.0, chain.name: 4.5 / 4, "x": None, "peer": None, tree.name: 4.5 / 4}  # 4 of 2, 8 and 4
     assert predictor.typical() == Costs({1: 2.0}, 0.5)
     assert (len(predictor.alone), len(predictor.reads)) == (3 * 20, 3 * 10)
-    greedy = Predictor(shipped, Sampling(0), [[1]], 8)
-    seeds.clear()
-    assert greedy.tokens_per_step(chain) == 3
-    assert seeds == [20_000]  # there is but one outcome
+    asked_yields.clear()
+    assert Predictor(shipped, Sampling(0), [[1]], 8).tokens_per_step([plain, chain, dynamic]) == {chain.name: 3}
+    assert asked_yields == [("token", 4, 0)]  # greedy decoding has but one outcome
+
+
+def test_the_yields_of_many_chains_are_one_curve(shipped: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    law = {k: 1 + 0.8 * sum(0.9**i for i in range(k)) for k in range(1, 9)}
+    noise = (0.2, -0.2, 0.1, -0.1, 0.1, -0.1, 0.2, -0.2)
+    chains = [model_setup(shipped, "block", Tree.chain(k), "without", f"chain {k}") for k in law]
+    monkeypatch.setattr(
+        auto.Search, "tokens_per_step", lambda search, drafter, *_: law[(k := drafter.tree.max_depth)] + noise[k - 1]
+    )
+    found = Predictor(shipped, Sampling(), [[1]], 8).tokens_per_step(chains)
+    assert [found[setup.name] for setup in chains] == pytest.approx(list(law.values()), abs=0.1)
 
 
 def test_every_setup_is_set_against_the_plain_runs_around_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def _compare(
         timed_rows = timings(
             pair, found, timed, sampling, length, args.repeats, tick, partial(predictor.measure, found)
         )
-        expected = {setup.name: predictor.speed_up(setup) for setup in found}
+        expected = predictor.speed_ups(found)
         rows += [replace(row, predicted=expected[row.setup]) for row in timed_rows]
         print(describe(predictor.typical(), bytes_read(pair.target), predictor.alone, predictor.reads))
         for setup in found:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minispec.auto import SEED, SPAN, Search
+from minispec.auto import SEED, SPAN, Search, smoothed
 from minispec.bench.machine import memory_times
 from minispec.bench.setups import Setup, decode
 from minispec.decode import search_run
@@ -19,7 +19,7 @@ from minispec.sampling import Sampling
 from minispec.tree import Tree
 
 AMONG = 4  # setups between two plain runs
-DRAWS = 2  # of the texts that yields are measured on
+DRAWS = 4  # of the texts that yields are measured on
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,29 @@ class Predictor:
         times = {n: statistics.median(costs.pass_time[n] for costs in self.passes) for n in self.passes[0].pass_time}
         return Costs(times, statistics.median(costs.draft_step for costs in self.passes))
 
-    def tokens_per_step(self, setup: Setup) -> float:
-        """Mean tokens of a step, of several draws where decoding is random."""
-        seeds = range(SEED, SEED + (1 if self.first.sampling.greedy else DRAWS))
-        return statistics.fmean(self.first.tokens_per_step(setup.drafter, setup.rule or "", seed) for seed in seeds)
+    def tokens_per_step(self, found: list[Setup]) -> dict[str, float]:
+        """Mean tokens of a step of each setup whose cost has a model.
+
+        Where decoding is random one draw of the texts is not enough: a rule's many chains share one curve
+        (`auto.smoothed`), trees and lone chains get the mean of `DRAWS` draws.
+        """
+        groups: dict[str, list[Setup]] = {}
+        for setup in found:
+            if self.group(setup)[1]:
+                groups.setdefault(self.group(setup)[0], []).append(setup)
+        yields: dict[str, float] = {}
+        for group in groups.values():
+            draws = 1 if self.first.sampling.greedy or len(group) >= DRAWS else DRAWS
+            tokens = [
+                statistics.fmean(
+                    self.first.tokens_per_step(setup.drafter, setup.rule or "", SEED + draw) for draw in range(draws)
+                )
+                for setup in group
+            ]
+            if len(group) > 1:
+                tokens = smoothed([setup.depth or 0 for setup in group], tokens)
+            yields |= {setup.name: y for setup, y in zip(group, tokens, strict=True)}
+        return yields
 
     def group(self, setup: Setup) -> tuple[str, list[Any]]:
         """Whose costs these are, and the drafters that tell them: two chains for all chains of a rule."""
@@ -199,10 +218,15 @@ class Predictor:
             return setup.rule, [replace(setup.drafter, tree=Tree.chain(k)) for k in SPAN]
         return setup.name, [setup.drafter]
 
-    def speed_up(self, setup: Setup) -> float | None:
-        """Predicted ratio to plain decoding; None for a drafter whose cost has no model."""
-        name, drafters = self.group(setup)
-        if not drafters:
-            return 1.0 if setup.rule is None and setup.peer is None else None
-        tokens = self.tokens_per_step(setup)
-        return statistics.median(costs[name].speed_up(tokens, setup.nodes, setup.depth or 0) for costs in self.rounds)
+    def speed_ups(self, found: list[Setup]) -> dict[str, float | None]:
+        """Predicted ratios to plain decoding; None for a drafter whose cost has no model."""
+        yields = self.tokens_per_step(found)
+        gains: dict[str, float | None] = {}
+        for setup in found:
+            name, drafters = self.group(setup)
+            if drafters:
+                tokens, nodes, depth = yields[setup.name], setup.nodes, setup.depth or 0
+                gains[setup.name] = statistics.median(c[name].speed_up(tokens, nodes, depth) for c in self.rounds)
+            else:
+                gains[setup.name] = 1.0 if setup.rule is None and setup.peer is None else None
+        return gains
