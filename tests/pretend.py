@@ -1,7 +1,7 @@
 """A device that is not there, to test with where there is no GPU: the CPU behind tensors that say they are elsewhere.
 
 Inside `Elsewhere()` the device `DEVICE` computes what the CPU does, refuses operators that mix its tensors with the
-CPU's, as a GPU would, and counts how often the host waits to read a result (`waits`).
+CPU's, as a GPU would, and counts how often the host waits to read a result (`waits`) or to write (`uploads`).
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class _Operators(TorchDispatchMode):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
         self.owner.waits += there and (name in READS or (name in MOVES and asked is not None and asked != DEVICE))
         if asked is not None:
+            self.owner.uploads += name in MOVES and asked == DEVICE and not there and not kwargs.get("non_blocking")
             there = asked == DEVICE
         out = function(*tree_map(here, args), **tree_map(here, kwargs))
         if there and function._schema.is_mutable:
@@ -91,11 +92,11 @@ class _Operators(TorchDispatchMode):
 
 
 class Elsewhere(ExitStack):
-    """`with Elsewhere() as device:` and then `model.to(DEVICE)`. `device.waits` counts the host's waits."""
+    """`with Elsewhere() as device:` and then `model.to(DEVICE)`. `device` counts what the host waits for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits = 0
+        self.waits = self.uploads = 0
 
     def __enter__(self) -> Elsewhere:
         before = torch.__future__.get_overwrite_module_params_on_conversion()

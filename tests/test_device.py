@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from minispec import GPT, NGramDrafter, Sampling, Tree, generate, speculate, ver
 from minispec.advanced import AdaptiveDrafter, DynamicTree
 from minispec.drafters import EarlyExitDrafter
 from minispec.lab.models import random_gpt, random_pair
+from minispec.sampling import check_law
+from minispec.verify import RULES
 
 SHAPES = [{"draft_len": 3}, {"tree": Tree.branching([2, 2])}]
 WAYS = [("token", 0), ("block", 0), ("match", 0), ("match", 1), ("coupled", 0), ("coupled", 1), ("rrs", 0), ("rrs", 1)]
@@ -92,6 +95,50 @@ def test_other_drafters(name: str) -> None:
     assert [r.tokens for r in got] == [r.tokens for r in want]
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0), Sampling(0.7), Sampling(top_k=2), Sampling(top_p=0.6)])
+def test_laws_are_made_without_a_wait_and_bad_ones_hold_a_nan(sampling: Sampling) -> None:
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0], [0.0, -math.inf, 2.0], [0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3]
+    )
+    want = sampling.probs(logits[:2])
+    with Elsewhere() as device:
+        there = logits.to(DEVICE)
+        got = sampling.probs(there)
+        assert device.waits == 0
+        assert torch.equal(got[:2].cpu(), want)
+        assert got[2:].isnan().any(1).tolist() == [True] * 3
+        with pytest.raises(ValueError, match=r"^draft logits: .* at \(row, node\) \(2,\)$"):
+            check_law(got, "draft")
+        check_law(got[:2], "draft")
+
+
+@pytest.mark.core
+def test_rules_upload_nothing_that_would_have_to_be_waited_for() -> None:
+    class Likeliest:
+        def flip(self, prob: torch.Tensor) -> torch.Tensor:
+            return prob > 0.5
+
+        def pick(self, weights: torch.Tensor, at: object = None) -> torch.Tensor:
+            return weights.argmax(-1)
+
+    tree, chain = Tree.branching([2, 2]), Tree.chain(3)
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(2, 7, 4, generator=generator).softmax(-1) for _ in range(2))
+    tokens = torch.randint(4, (2, 7), generator=generator)
+    for name, shape in (("match", tree), ("rrs", tree), ("match", chain), ("token", chain), ("block", chain)):
+        given = p[:, : shape.size], q[:, : shape.size], tokens[:, : shape.size]
+        want = [x.tolist() for x in RULES[name].verify(*given, shape, Likeliest())]
+        with Elsewhere() as device:
+            there = [x.to(DEVICE) for x in given]
+            uploads = device.uploads
+            assert uploads == 3
+            got = RULES[name].verify(*there, shape, Likeliest())
+            assert (device.waits, device.uploads) == (0, uploads)
+            assert [x.tolist() for x in got] == want
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize(("name", "rule"), [("target", "match"), ("target", "token"), ("draft", "token")])
 def test_bad_logits_are_found_at_the_wait(name: str, rule: str, temperature: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -80,6 +81,10 @@ def test_case_7_extreme_temperatures() -> None:
 
 def test_greedy_ties_go_to_the_lowest_index() -> None:
     assert Sampling(0).probs(torch.tensor([1.0, 5.0, 5.0])).tolist() == [0, 1, 0]
+
+
+def test_the_largest_float_is_a_temperature() -> None:
+    close(Sampling(sys.float_info.max).probs(torch.tensor([1.0, 2.0])), [0.5, 0.5], 1e-7)
 
 
 @pytest.mark.parametrize("temperature", [-1, math.nan, math.inf, "0.7", True, None, 10**400])
