@@ -230,7 +230,23 @@ def test_every_setup_is_set_against_the_plain_runs_around_it(monkeypatch: pytest
     rows = timings(none, found, [[1], [2]], Sampling(), 4, 2, lambda: None, lambda: ended.append("round"))
     assert [row.ratio for row in rows] == [1.0, *[pytest.approx(11.0)] * 4, *[pytest.approx(12.0)] * 2]
     assert [row.new_tokens for row in rows] == [120, *[80] * 6]
+    assert rows[1].tokens_per_second == pytest.approx(40.0)
     assert ended == ["prompt"] * 2 + ["round"] * 2
+
+
+def test_rates_and_ratios_are_medians_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Setup(name, None, None, 1, 0) for name in ("plain", "a")]
+
+    def run(
+        pair: Any, setup: Setup, prompt: list[int], sampling: Sampling, n: int, seed: int
+    ) -> tuple[int, float, list[Any]]:
+        return (10, 1.0, []) if setup is found[0] else (10, (9.0, 0.5, 0.1, 0.4)[seed], [])
+
+    monkeypatch.setattr(timing, "once", run)
+    none: Any = None
+    row = timings(none, found, [[1]], Sampling(), 4, 3, lambda: None)[1]
+    assert (row.tokens_per_second, row.ratio) == pytest.approx((25.0, 2.5))  # of 20, 100 and 25 tokens a second
+    assert row.spread == pytest.approx(10 - 2)
 
 
 def test_the_usual_shares_are_those_with_the_middle_overhead() -> None:

@@ -17,6 +17,7 @@ from doubles import mix, random_gpt
 from test_edges_batches import ways
 
 from minispec import GPT, KVCache, ModelDrafter, Pair, Sampling, Tree, generate, speculate, stream
+from minispec.around import Around
 from minispec.linear import LARGE, Linear
 
 
@@ -188,6 +189,28 @@ def test_case_14_a_stream_left_at_any_step_leaves_nothing_behind(models: tuple[G
         del half, other
     gc.collect()
     assert sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()) <= before
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_every_pass_runs_in_inference_mode_and_no_caller_does(models: tuple[GPT, GPT]) -> None:
+    seen: list[bool] = []
+
+    class Watched(Around):
+        def __call__(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append(torch.is_inference_mode_enabled())
+            return super().__call__(tokens, *args, **kwargs)
+
+    target, draft = (Watched(model) for model in models)
+    steps = 0
+    for _ in stream(target, draft, [1, 2], max_new_tokens=12, seed=1, stop=()):
+        steps += 1
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+    assert len(seen) > 2 * steps
+    assert all(seen)
+    seen.clear()
+    speculate(target, draft, [1, 2], max_new_tokens=12, seed=1, stop=())
+    assert all(seen)
     assert not torch.is_inference_mode_enabled()
 
 
