@@ -830,7 +830,6 @@ def test_a_cache_by_hand() -> None:
     assert cache.kv.shape == (3, 2, 2, 2, 5, 4)
     assert (cache.kv == 0).all()
     assert (cache.batch, cache.capacity, cache.lengths, cache.kv.dtype) == (2, 5, [0, 0], torch.float64)
-    assert cache.kv.shape == (3, 2, 2, 2, 5, 4)
     cache.kv[:, 1].fill_(1)
     assert (cache.kv[:, 1] == 1).all()
     assert (cache.kv[:, 0] == 0).all()
