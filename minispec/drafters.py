@@ -129,10 +129,11 @@ class ModelSession:
         for depth in range(1, tree.max_depth + 1):
             parents = tree.levels[depth - 1]
             logits = self.read_last()[:, None] if depth == 1 else self.read_level(tree, parents, tokens)  # (B, P, V)
-            laws = self.sampling.probs(logits, "draft")  # (B, P, V)
+            laws = self.sampling.probs(
+                logits, "draft" if self.kind == "chosen" else None
+            )  # (B, P, V); q is checked later
             whole = tree.is_chain and depth <= min(depth_limit)  # then every row has its node here
-            for place, parent in enumerate(parents):
-                law = laws[:, place]  # (B, V)
+            for parent, law in zip(parents, laws.unbind(1), strict=True):  # law (B, V)
                 if not whole:
                     absent = (depth > torch.tensor(depth_limit, device=device)) | (tokens[parent] < 0)  # (B,)
                     law = law.masked_fill(absent[:, None], 0.0)
@@ -168,7 +169,7 @@ class ModelSession:
         """One pass over a whole level, each node seeing its ancestors: logits (B, P, V)."""
         end, device, last = nodes[-1] + 1, self.device, self.model.config.block_size - 1
         if tree.is_chain and max(self.cache.lengths) <= last:
-            return self.model(tokens[nodes[0]][:, None].clamp(min=0), self.cache)
+            return self.model(tokens[nodes[0]].clamp(min=0).unsqueeze(1), self.cache)
         ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)
         position = [
             [min(n - nodes[0] + int(tree.depths[0, node]), last) for node in nodes]

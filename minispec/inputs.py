@@ -198,13 +198,15 @@ def check_draft(draft: Draft, rule: Rule, pending: Sequence[int], depth_limit: S
         limit = torch.tensor(depth_limit, device=tokens.device)[:, None]  # (B, 1)
         if bool(((tree.depths.to(tokens.device) > limit) & (tokens >= 0)).any()):
             raise ValueError(f"draft goes deeper than depth_limit {list(depth_limit)}")
-    if tokens.device.type == "cpu":  # to look at a GPU's tokens would mean to wait for them
+    if tokens.is_cpu:  # to look at a GPU's tokens would mean to wait for them
         host = tokens.tolist()
         roots, largest = [line[0] for line in host], max(map(max, host))
         if roots != list(pending):
             raise ValueError(f"draft: node 0 must hold the last token, {list(pending)}, got {roots}")
         if largest >= vocab_size:
             raise ValueError(f"draft: tokens must be ids in 0..{vocab_size - 1} or -1, got {largest}")
+        if draft.q is not None:
+            check_law(draft.q, "draft")
 
 
 def flaws(p: Tensor, q: Tensor | None) -> list[Tensor]:

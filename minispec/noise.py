@@ -20,6 +20,8 @@ def mix(key: int, value: int) -> int:
 
 AHEAD = 1 << 16  # noise is made this many numbers ahead, so that one call of each operator serves many draws
 
+CUT = 16  # and its rows handed out so many draws at a time, as one call of an operator is dear between two passes
+
 
 class Noise:
     """Exp(1) noise, in the order of the draws (`next`) or as a function of key and position (`at`)."""
@@ -28,15 +30,22 @@ class Noise:
         self.generator = torch.Generator("cpu").manual_seed(seed)
         self._keyed = torch.Generator("cpu")
         self._ahead, self._used = torch.empty(0, 0, device="cpu"), 0  # made, and how many rows of it are used
+        self._pieces: list[Tensor] = []  # the noise of the next draws of one shape, the very next one last
+        self._shape: tuple[int, int, torch.dtype] | None = None
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
     def next(self, rows: int, V: int, dtype: torch.dtype) -> Tensor:
         """Fresh noise (rows, V)."""
-        if self._ahead.shape[1] != V or len(self._ahead) < self._used + rows or self._ahead.dtype != dtype:
-            uniform = torch.empty(max(rows, AHEAD // V), V, dtype=torch.float64, device="cpu")
-            self._ahead, self._used = exponential(uniform.uniform_(generator=self.generator), dtype), 0
+        if not self._pieces or self._shape != (rows, V, dtype):
+            left = self._ahead[self._used :]
+            if left.shape[1] != V or len(left) < rows or left.dtype != dtype:
+                uniform = torch.empty(max(rows, AHEAD // V), V, dtype=torch.float64, device="cpu")
+                left = exponential(uniform.uniform_(generator=self.generator), dtype)
+            self._ahead, self._used, self._shape = left, 0, (rows, V, dtype)
+            count = min(len(left) // rows, CUT)
+            self._pieces = list(left[: count * rows].view(count, rows, V).unbind())[::-1]
         self._used += rows
-        return self._ahead[self._used - rows : self._used]
+        return self._pieces.pop()
 
     def at(self, key: int, position: int, V: int, dtype: torch.dtype, rows: int) -> Tensor:
         """The noise (V,) of that key and position, whatever was drawn before."""

@@ -63,19 +63,20 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def probs(self, logits: Tensor, who: str = "model") -> Tensor:
+    def probs(self, logits: Tensor, who: str | None = "model") -> Tensor:
         """The law to sample from: logits (..., V) -> probabilities (..., V), float32 or the logits' float64.
 
-        Raises `ValueError` naming `who` and the place when a row holds a NaN or a +inf, or is all -inf. On a GPU, which
-        would have to be waited for, such a row gives a NaN instead (`check_law` looks).
+        Raises `ValueError` naming `who` and the place when a row holds a NaN or a +inf, or is all -inf. With who=None,
+        and on a GPU, which would have to be waited for, such a row gives a NaN instead (`check_law` looks).
         """
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        if logits.is_cpu and not math.isfinite(float(logits.sum())):  # one number to look at, as a rule
-            check_law(logits.amax(-1, keepdim=True) * 0, who)  # 0 x inf is NaN
+        checked = logits.is_cpu and who is not None
+        if checked and not math.isfinite(float(logits.sum())):  # one number to look at, as a rule
+            check_law(logits.amax(-1, keepdim=True) * 0, str(who))  # 0 x inf is NaN
         if self.greedy:
             best = logits.argmax(-1, keepdim=True)  # (..., 1), the first of equals
-            one = 1.0 if logits.is_cpu else 1 + 0 * logits.gather(-1, best)
+            one = 1.0 if checked else 1 + 0 * logits.gather(-1, best)
             return torch.zeros_like(logits).scatter_(-1, best, one)
         if self.temperature != 1.0:
             logits = (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, COLDEST), HOTTEST)
@@ -96,8 +97,8 @@ class Sampling:
 
 def check_law(law: Tensor, who: str) -> None:
     """Refuse a law (..., V) with a NaN in it: `ValueError` names `who` and the place."""
-    if (wrong := law.sum(-1).isnan()).any():
-        place = tuple(wrong.nonzero()[0].tolist())
+    if not math.isfinite(float(law.sum())):
+        place = tuple(law.sum(-1).isnan().nonzero()[0].tolist())
         raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
 
 
@@ -141,9 +142,9 @@ class Randomness:
         self._noise = Noise(mix(keys[0], rows))
 
     def flip(self, prob: Tensor) -> Tensor:
-        dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
-        u = torch.rand(prob.shape, generator=self._noise.generator, dtype=dtype, device="cpu")
-        return prob > u.to(prob.device, non_blocking=prob.is_cuda)  # u in [0, 1): 1 always passes
+        u = torch.empty_like(prob, device="cpu", memory_format=torch.contiguous_format)
+        u.uniform_(generator=self._noise.generator)  # in [0, 1): a probability of 1 always passes
+        return prob > (u if prob.is_cpu else u.to(prob.device, non_blocking=prob.is_cuda))
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
         """An exponential race: the argmax of weights / Exp(1) noise is drawn in proportion to the weights."""
@@ -156,7 +157,8 @@ class Randomness:
         else:
             keyed = [self._noise.at(key, position, V, dtype, B) for key, position in zip(self.keys, at, strict=True)]
             noise = keyed[0][None] if B == 1 else torch.stack(keyed)  # (B, V)
-        return (weights / noise.to(weights.device, non_blocking=weights.is_cuda)).argmax(-1)  # (B,)
+        noise = noise if weights.is_cpu else noise.to(weights.device, non_blocking=weights.is_cuda)
+        return (weights / noise).argmax(-1)  # (B,)
 
     def select(self, rows: Sequence[int]) -> Randomness:
         """The same randomness for these rows only; each keeps its key. This object stays as it is."""

@@ -40,9 +40,18 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     Falls back to p where nothing is left, which happens with probability 0 (a token is rejected only where
     q > p, and then p > q somewhere else).
     """
-    rest = (p - q).clamp(min=0)
+    return normalised((p - q).clamp(min=0), p)
+
+
+def normalised(rest: Tensor, p: Tensor) -> Tensor:
+    """What is left, `rest` (..., V), as a law; p where nothing is left."""
     rest = torch.where(rest.amax(-1, keepdim=True) > NOTHING, rest, p)
     return rest / rest.sum(-1, keepdim=True)
+
+
+def at(x: Tensor, node: Tensor) -> Tensor:
+    """What each row has at its node: x (B, N, V), node (B,) -> (B, V)."""
+    return x.gather(1, node[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
 
 
 def count_accepted(accept: Tensor) -> Tensor:
@@ -65,9 +74,8 @@ def token(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     q_x = q.gather(2, x)[..., 0]  # (B, K)
     ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
     accepted = count_accepted(rng.flip(ratio.clamp(max=1)))  # (B,)
-    row = torch.arange(B, device=p.device)
     q = torch.cat([q, q.new_zeros(B, 1, q.shape[2])], 1)  # (B, K+1, V): no draft, so the bonus is norm((p - 0)+)
-    return accepted, rng.pick(residual(p[row, accepted], q[row, accepted]))
+    return accepted, rng.pick(residual(at(p, accepted), at(q, accepted)))
 
 
 def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tensor]:
@@ -85,8 +93,8 @@ def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     p_x, q_x = p[:, :K].gather(2, x)[..., 0], q.gather(2, x)[..., 0]  # (B, K)
     ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
     w = [torch.ones_like(p[:, 0, 0])]  # K + 1 times (B,)
-    for i in range(K):
-        w.append((w[-1] * ratio[:, i]).clamp(max=1))
+    for r in ratio.unbind(1):
+        w.append((w[-1] * r).clamp(max=1))
     weight = torch.stack(w, 1)  # (B, K+1)
     q = torch.cat([q, q.new_zeros(B, 1, q.shape[2])], 1)  # (B, K+1, V): behind the last token h = w, as s = w there
     rest = (weight[..., None] * p - q).clamp(min=0)  # (B, K+1, V)
@@ -95,8 +103,7 @@ def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     h = torch.where(room > TINY, s / room, 1.0)  # 0 / 0 where p = q and w = 1: all of it passes
     passed = rng.flip(h[:, 1:]) * torch.arange(1, K + 1, device=p.device)  # (B, K)
     accepted = passed.amax(1) if K else torch.zeros_like(passed.sum(1))  # (B,)
-    row = torch.arange(B, device=p.device)
-    return accepted, rng.pick(residual(weight[row, accepted, None] * p[row, accepted], q[row, accepted]))
+    return accepted, rng.pick(normalised(at(rest, accepted), at(p, accepted)))
 
 
 def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:
@@ -163,7 +170,7 @@ def rrs(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tu
 
 def _nobody(alive: Tensor) -> bool:
     """Whether a loop may end early. Looking costs a CPU nothing and makes a GPU wait, so only a CPU looks."""
-    return alive.device.type == "cpu" and not bool(alive.any())
+    return alive.is_cpu and not bool(alive.any())
 
 
 @dataclass(frozen=True)
@@ -203,7 +210,7 @@ class Rule:
         assert self.chain is not None
         assert q is not None
         accepted, emitted = self.chain(p, q[:, 1:], tokens[:, 1:], rng)
-        nodes = torch.arange(tree.size, device=p.device)  # (N,)
+        nodes = tree.depths.to(p.device, non_blocking=True)  # (1, N): on a chain node i has depth i
         return torch.where(nodes <= accepted[:, None], nodes, -1), emitted
 
 

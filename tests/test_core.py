@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from minispec import RULES, KVCache, Randomness, Rule, Sampling, Tree
 from minispec.lab import exact_law
 from minispec.model import GPTConfig, read
-from minispec.noise import AHEAD, Noise, exponential, mix
+from minispec.noise import AHEAD, CUT, Noise, exponential, mix
 from minispec.sampling import COLDEST, HOTTEST, Rng, Shifted
 from minispec.tree import constant
 from minispec.verify import ANY, NOTHING, TINY, WHY_NOT, block, check_kind, find_rule, match, residual, rrs, token
@@ -385,8 +385,19 @@ def test_a_seed_means_these_very_draws() -> None:
 
 
 def test_a_coin_of_probability_0_never_passes_even_where_the_uniform_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda shape, **kwargs: torch.zeros(shape, dtype=kwargs["dtype"]))
+    monkeypatch.setattr(Tensor, "uniform_", lambda u, generator: u.zero_())
     assert Randomness(0).flip(torch.tensor([0.0, 1e-30, 1.0])).tolist() == [False, True, True]
+
+
+def test_coins_are_one_sequence_of_uniforms_whatever_the_layout_of_the_probabilities() -> None:
+    whole = torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
+    for prob in (whole, whole.t().contiguous().t(), whole.double(), whole[:, 2:], whole.t()[1:3], whole[0, 0]):
+        dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
+        rng = Randomness(5)
+        u = torch.rand(
+            prob.shape, generator=torch.Generator().manual_seed(rng._noise.generator.initial_seed()), dtype=dtype
+        )
+        assert torch.equal(rng.flip(prob), prob > u)
 
 
 def test_draws_are_made_on_the_cpu_and_handed_to_the_device() -> None:
@@ -441,6 +452,11 @@ def test_fresh_noise_is_one_sequence_of_uniforms() -> None:
     wide = block(AHEAD // 100, 100, f64)
     assert torch.equal(noise.next(1, 100, f64), wide[:1])  # and for another width
     assert torch.equal(noise.next(2, 100, f64), wide[1:3])
+    used = 3
+    for rows in (*[1] * 20, 2, 2, 1, *[3] * 40, 1):  # handed out some draws at a time, the rest recut for other rows
+        assert torch.equal(noise.next(rows, 100, f64), wide[used : used + rows])
+        used += rows
+    assert CUT < 20
     assert AHEAD == 1 << 16  # what is given up depends on it, and so does what a seed means
     fifth = block(7, 2 * AHEAD, f32)  # more than a block
     assert torch.equal(noise.next(7, 2 * AHEAD, f32), fifth)

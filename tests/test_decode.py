@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from minispec import (
     speculate,
     stream,
 )
+from minispec.around import Around
 from minispec.drafters import ModelSession
 from minispec.ngram import lookup
 
@@ -286,6 +289,43 @@ def test_bad_drafters_are_refused() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             make()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("rule", ["token", "block", "match", "coupled", "rrs", "specinfer", "traversal"])
+def test_a_bad_draft_is_named_before_the_target_is_asked(rule: str, temperature: float) -> None:
+    """Wherever in it the NaN is: q is looked at as a whole, top-k's laws, which nobody keeps, level by level."""
+
+    class Bad(Around):
+        calls = 0
+
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.calls += 1
+            return self.model(*args, **kwargs) * (math.nan if self.calls == 3 else 1)
+
+    target, tree = Counting(random_gpt(1)), Tree.chain(4) if rule in ("token", "block") else Tree.branching([2, 1, 2])
+    place = r"\(0, 0\)" if rule == "match" else rf"\(0, {3 if tree.is_chain else 5}\)"
+    with pytest.raises(ValueError, match=rf"^draft logits: a NaN.* at \(row, node\) {place}$"):
+        speculate(
+            target, Bad(random_gpt(2)), [0], max_new_tokens=9, tree=tree, rule=rule, sampling=Sampling(temperature)
+        )
+    assert not target.passes
+
+
+def test_a_drafters_law_with_a_nan_is_refused(pair11: tuple[GPT, GPT]) -> None:
+    class Nan:
+        kind, max_nodes = "chain", 2
+
+        def begin(self, prompts: Any, sampling: Any) -> Any:
+            return self
+
+        def propose(self, new: Any, limit: Any, rng: Any) -> Draft:
+            q = torch.full((1, 2, 11), 1 / 11)
+            q[0, 0], q[0, 1, 4] = 0, math.nan
+            return Draft(Tree.chain(1), torch.tensor([[3, 4]]), q, "chain")
+
+    with pytest.raises(ValueError, match=r"^draft logits: a NaN.* at \(row, node\) \(0, 1\)$"):
+        speculate(pair11[0], Nan(), [3], max_new_tokens=9)
 
 
 def test_bad_logits_name_the_model() -> None:

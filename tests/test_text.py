@@ -253,7 +253,7 @@ def test_stop_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         out = capsys.readouterr().out
         if extra != ["--colour"]:
             assert out.rsplit("\n", 2)[0] == "Once upon a time" + reference(whole, [stop])
-        assert "30 tokens" not in out
+        assert "\n30 tokens, " not in out
     assert minispec.cli.main([*short, "--stop", ""]) == 2
     assert "stop must hold strings of at least one character" in capsys.readouterr().err
 
