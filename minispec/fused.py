@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registry
 
 from minispec.cache import KVCache
-from minispec.linear import AVAILABLE, LEAST, Packed, large
+from minispec.linear import LEAST, Packed, copied
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,6 +111,8 @@ class Kept(NamedTuple):
     packed: list[Packed]
     copies: list[Any]  # what each of them keeps
     originals: list[Tensor]  # the weights that they are copies of
+    addresses: list[int]
+    counting: list[Tensor]  # those of them that count their changes, as none made in inference mode does
     versions: list[int]
     places: list[dict[str, Any]]  # in each of these dictionaries of children and parameters
     names: list[str]  # this name
@@ -118,6 +120,7 @@ class Kept(NamedTuple):
     spaces: list[dict[str, Any]]  # the modules' attributes, which are so many: none has got a method of its own
     sizes: list[int]
     hooks: list[dict[int, Any]]  # all empty
+    least: int = 1  # rows that fewer are filled up to
 
     def fresh(self) -> bool:
         """Whether this is still the model: some 0.1 ms with 8 layers, all of them out of the processor's caches."""
@@ -126,27 +129,30 @@ class Kept(NamedTuple):
             and list(map(len, self.spaces)) == self.sizes
             and all(map(operator.is_, map(dict.get, self.places, self.names), self.values))
             and all(map(operator.is_, map(KEPT, self.packed), self.copies))
-            and list(map(VERSION, self.originals)) == self.versions
+            and list(map(ADDRESS, self.originals)) == self.addresses
+            and list(map(VERSION, self.counting)) == self.versions
         )
 
 
-KEPT, VERSION = operator.attrgetter("kept"), operator.attrgetter("_version")
+KEPT, ADDRESS, VERSION = operator.attrgetter("kept"), Tensor.data_ptr, operator.attrgetter("_version")
 
 
 def keep(model: Any) -> Kept:
     """Look up what a fused pass of this GPT needs."""
-    kept = Kept([model.wte.weight, model.wpe.weight], [], [], [], [], [], [], [], [], [], [])
+    kept = Kept([model.wte.weight, model.wpe.weight], [], [], [], [], [], [], [], [], [], [], [], [])
 
     def copy(weight: Tensor, by: Packed) -> Tensor:
-        if not (AVAILABLE and large(weight)):
+        if not copied(weight):
             return weight
-        packed = by.of(weight)
+        copy = by.of(weight)
         kept.packed.append(by)
         kept.copies.append(by.kept)
-        if not weight.is_inference():  # those do not count their changes
-            kept.originals.append(weight)
+        kept.originals.append(weight)
+        kept.addresses.append(weight.data_ptr())
+        if not weight.is_inference():
+            kept.counting.append(weight)
             kept.versions.append(weight._version)
-        return packed
+        return copy
 
     for block in model.h:
         attention, mlp = (block.attn.c_attn, block.attn.c_proj), (block.mlp.c_fc, block.mlp.c_proj)
@@ -165,7 +171,7 @@ def keep(model: Any) -> Kept:
         kept.spaces.append(vars(module))
         kept.sizes.append(len(vars(module)))
         kept.hooks.extend((module._forward_hooks, module._forward_pre_hooks))
-    return kept
+    return kept._replace(least=LEAST if any(weight.is_mkldnn for weight in kept.weights) else 1)
 
 
 class Fused:
@@ -195,10 +201,9 @@ class Fused:
             return None
         if (kept := self.look(model)) is None:
             return None
-        least = LEAST if kept.packed else 1
         place = (cache.kv, max(cache.lengths), cache.rows, cache.slots)
         try:
-            return run(tokens, positions, kept.weights, *place, mask, model.config.n_head, least)
+            return run(tokens, positions, kept.weights, *place, mask, model.config.n_head, kept.least)
         except RuntimeError:
             return None
 

@@ -1,9 +1,13 @@
-"""Linear layers at the speed of memory: on a CPU each large weight is packed once for oneDNN.
+"""Linear layers at the speed of memory: on a CPU each weight is copied once into the form that is quickest to read.
 
-A pass over a few tokens reads every weight once and computes little. The usual kernel reads a row-major weight at a
-third of the memory's speed; the packed one runs one row near that limit, and eight rows at hardly more, which
-decides whether speculation pays on a CPU. Everything else (training, float64, GPUs, small weights, a torch without
-the operator) takes `F.linear`.
+A pass over a few tokens reads every weight once and computes little. The usual kernel reads a large row-major weight at
+a third of the memory's speed; packed for oneDNN, one row runs two or three times as fast, and eight take hardly longer,
+which decides whether speculation pays on a CPU. Where a weight is too small for that call, as those of a small draft,
+the usual kernel takes a sixth less time if it lies in memory by columns. Everything else (training, float64, GPUs, tiny
+weights, large ones where torch lacks the operator) takes `F.linear` and the weight itself.
+
+A copy is made anew when its weight has changed. Only what is written into a weight behind torch's back (in place
+through `.data`, or through an array that shares its memory) leaves no trace: say `model.float()` after it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LARGE, WIDE = 1 << 18, 256  # elements, and the shorter side, from which packing pays: its call costs some 20 us more
+TINY = 1 << 14  # elements below which no copy is made
 ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
 LEAST = 4  # rows that fewer are filled up to: oneDNN is slower with one, two or three than with four
 
@@ -31,13 +36,13 @@ AVAILABLE = available()
 
 
 class Packed:
-    """The packed copy of one weight, made when it is first needed and again when the weight has changed."""
+    """The copy of one weight, made when it is first needed and again when the weight has changed."""
 
     __slots__ = ("kept",)
 
     def __init__(self) -> None:
-        # the weight, its version, its copy: one tuple, for threads' sake
-        self.kept: tuple[Tensor, int, Tensor] | None = None
+        # the weight, its version and address, its copy: one tuple, for threads' sake
+        self.kept: tuple[Tensor, int, int, Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> Packed:
         return Packed()
@@ -50,26 +55,41 @@ class Packed:
         self.kept = None
 
     def of(self, weight: Tensor) -> Tensor:
-        """The packed copy of `weight`, made now if there is none or the weight has changed since."""
-        version = 0 if weight.is_inference() else weight._version
+        """The copy of `weight` (out, in), made now if there is none or the weight has changed since.
+
+        Packed for oneDNN (`is_mkldnn`) if it is large, else the same matrix, column by column in memory.
+        """
+        version, address = 0 if weight.is_inference() else weight._version, weight.data_ptr()
         kept = self.kept
-        if kept is None or kept[0] is not weight or kept[1] != version:
-            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
-            kept = self.kept = (weight, version, packed)
-        return kept[2]
+        if kept is None or kept[0] is not weight or kept[1:3] != (version, address):
+            data = weight.detach()
+            copy = torch.ops.mkldnn._reorder_linear_weight(data, ROWS) if large(data) else data.t().contiguous().t()
+            kept = self.kept = (weight, version, address, copy)
+        return kept[3]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
-        if not usable(x, weight) or not large(weight):
+        if not usable(x, weight) or not copied(weight):
             self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
-            y = F.linear(x, weight, bias)
-            return y if activation == "none" else F.gelu(y, approximate="tanh")
+            return gelu(F.linear(x, weight, bias), activation)
+        if not (copy := self.of(weight)).is_mkldnn:
+            return gelu(F.linear(x, copy, bias), activation)
         algorithm = "" if activation == "none" else "tanh"
         rows = x.reshape(-1, x.shape[-1])  # (R, in)
         R = len(rows)
         rows = F.pad(rows, (0, 0, 0, LEAST - R)) if R < LEAST else rows
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.of(weight), bias, activation, [], algorithm)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, copy, bias, activation, [], algorithm)
         return out[:R].view(*x.shape[:-1], -1)
+
+
+def gelu(y: Tensor, activation: str) -> Tensor:
+    """GELU (tanh) of y, or y for the activation "none"."""
+    return y if activation == "none" else F.gelu(y, approximate="tanh")
+
+
+def copied(weight: Tensor) -> bool:
+    """Whether a copy of a weight of this shape pays."""
+    return weight.numel() >= TINY and (AVAILABLE or not large(weight))
 
 
 def large(weight: Tensor) -> bool:
@@ -78,31 +98,28 @@ def large(weight: Tensor) -> bool:
 
 
 def usable(x: Tensor, weight: Tensor) -> bool:
-    """Whether a call may take the packed path: float32 on a CPU, nothing to differentiate, no autocast."""
+    """Whether a call may take a copy: float32 on a CPU, nothing to differentiate, no autocast."""
     return (
-        AVAILABLE
-        and x.dtype is weight.dtype is torch.float32
+        x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
         and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
         and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
     )
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with a packed weight; `gelu` applies GELU (tanh) in the same call."""
+    """`nn.Linear` that reads a copy of its weight; `gelu` applies GELU (tanh) in the same call."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
         self.packed = Packed()
-        self.large = large(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.packed.linear if self.large else F.linear)(x, self.weight, self.bias)
+        return self.packed.linear(x, self.weight, self.bias)
 
     def gelu(self, x: Tensor) -> Tensor:
-        if not self.large:
-            return F.gelu(F.linear(x, self.weight, self.bias), approximate="tanh")
         return self.packed.linear(x, self.weight, self.bias, "gelu")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:

@@ -19,6 +19,7 @@ from minispec.tree import Tree
 
 SHAPES = {
     "small": GPTConfig(50, 96, 2, 4, 32),
+    "by columns": GPTConfig(300, 96, 2, 4, 64),  # some of its weights
     "packed": GPTConfig(1024, 96, 2, 4, 256),
     "one": GPTConfig(3, 8, 1, 1, 4),
 }
@@ -81,7 +82,7 @@ def test_bit_for_bit_what_the_modules_do(name: str, rows: int, passes: Callable[
     assert passes() == len(lengths) * AVAILABLE
 
 
-@pytest.mark.parametrize("name", ["small", "packed"])
+@pytest.mark.parametrize("name", ["small", "by columns", "packed"])
 @torch.inference_mode()
 def test_ragged_rows_and_trees(name: str, passes: Callable[[], int]) -> None:
     gpt, tree = model(name), Tree.branching([3, 2])
@@ -145,6 +146,12 @@ def changes() -> list[Callable[[GPT], None]]:
     def data(gpt: GPT) -> None:
         gpt.h[0].attn.c_attn.bias.data = torch.ones_like(gpt.h[0].attn.c_attn.bias)
 
+    def data_of_a_weight(gpt: GPT) -> None:
+        gpt.h[0].mlp.c_fc.weight.data = 2 * gpt.h[0].mlp.c_fc.weight
+
+    def data_of_the_table(gpt: GPT) -> None:
+        gpt.wte.weight.data = 2 * gpt.wte.weight
+
     def trained(gpt: GPT) -> None:
         gpt.requires_grad_(True)
         optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.1, fused=True)
@@ -184,7 +191,7 @@ def changes() -> list[Callable[[GPT], None]]:
     return [value for value in locals().values() if callable(value)]
 
 
-@pytest.mark.parametrize("name", ["small", "packed"])
+@pytest.mark.parametrize("name", ["small", "by columns", "packed"])
 @pytest.mark.parametrize("change", changes(), ids=lambda f: f.__name__)
 @torch.no_grad()
 def test_a_changed_model_gives_what_its_modules_give(name: str, change: Callable[[GPT], None]) -> None:

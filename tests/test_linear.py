@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec import GPT, GPTConfig, KVCache
-from minispec.linear import AVAILABLE, LARGE, Linear
+from minispec.linear import AVAILABLE, LARGE, TINY, Linear
 
 
 def layer(out: int = 1024, width: int = 256) -> Linear:
@@ -18,8 +18,35 @@ def layer(out: int = 1024, width: int = 256) -> Linear:
     return Linear(width, out).requires_grad_(False)
 
 
-def packed(linear: Linear) -> bool:
+def copied(linear: Linear) -> bool:
     return linear.packed.kept is not None
+
+
+def packed(linear: Linear) -> bool:
+    return copied(linear) and linear.packed.of(linear.weight).is_mkldnn
+
+
+@pytest.mark.parametrize("shape", [(256,), (1, 256), (2, 1, 256), (2, 40, 256)])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_smaller_weights_lie_by_columns(shape: tuple[int, ...], activation: str) -> None:
+    linear, x = layer(100), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    got = linear(x) if activation == "none" else linear.gelu(x)
+    want = F.linear(x, linear.weight, linear.bias)
+    want = want if activation == "none" else F.gelu(want, approximate="tanh")
+    copy = linear.packed.of(linear.weight)
+    assert (copy.shape, copy.stride()) == ((100, 256), (1, 100))
+    assert torch.equal(copy, linear.weight)
+    assert got.shape == want.shape
+    assert (got - want).abs().max() < 1e-5
+
+
+def test_without_onednn_large_weights_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minispec.linear.AVAILABLE", False)
+    large, small, x = layer(), layer(100), torch.randn(2, 256)
+    assert torch.equal(large(x), F.linear(x, large.weight, large.bias))
+    small(x)
+    assert not copied(large)
+    assert copied(small)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 9, 33, 200])
@@ -51,13 +78,13 @@ def test_what_takes_the_plain_path() -> None:
         lambda m: m.double(),
         lambda m: m.bfloat16(),
         lambda m: m.requires_grad_(True),
-        lambda m: Linear(16, 16).requires_grad_(False),
+        lambda m: Linear(64, 64).requires_grad_(False),
     ):
         linear = change(layer())
         x = torch.randn(2, linear.in_features, dtype=linear.weight.dtype)
         assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
-        assert not packed(linear)
-    assert 16 * 16 < LARGE <= 1024 * 256
+        assert not copied(linear)
+    assert 64 * 64 < TINY < LARGE <= 1024 * 256
     linear = layer()
     x = torch.randn(2, 256, requires_grad=True)
     linear(x).sum().backward()
@@ -85,15 +112,24 @@ def changes():  # type: ignore[no-untyped-def]
         m.requires_grad_(False)
 
     def replaced(m: Linear) -> None:
-        m.weight = torch.nn.Parameter(torch.randn(1024, 256), requires_grad=False)
+        m.weight = torch.nn.Parameter(torch.randn(m.weight.shape), requires_grad=False)
 
-    return [in_place, state_dict, round_trip, trained, replaced]
+    def other_data(m: Linear) -> None:
+        m.weight.data = 2 * m.weight
+
+    def behind_its_back(m: Linear) -> None:
+        m.weight.data.mul_(2)
+        m.float()
+
+    return [in_place, state_dict, round_trip, trained, replaced, other_data, behind_its_back]
 
 
+@pytest.mark.parametrize("out", [1024, 100])
 @pytest.mark.parametrize("change", changes(), ids=lambda f: f.__name__)
-def test_a_changed_weight_is_packed_again(change) -> None:  # type: ignore[no-untyped-def]
-    linear, x = layer(), torch.randn(3, 256)
+def test_a_changed_weight_is_copied_again(change, out: int) -> None:  # type: ignore[no-untyped-def]
+    linear, x = layer(out), torch.randn(3, 256)
     linear(x)
+    assert copied(linear) or not AVAILABLE
     change(linear)
     assert (linear(x) - F.linear(x, linear.weight, linear.bias)).abs().max() < 1e-4
 
