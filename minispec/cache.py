@@ -130,12 +130,12 @@ class KVCache:
         if len(paths) != self.batch or not 0 <= nodes <= min(self.lengths):
             raise ValueError(f"keep: {len(paths)} paths of {nodes} nodes do not fit lengths {self.lengths}")
         for path in paths:
-            if any(b <= a for a, b in zip([-1, *path], [*path, nodes], strict=True)):
+            if list(path) != sorted({*path}) or (path and not 0 <= path[0] <= path[-1] < nodes):
                 raise ValueError(f"keep: a path must increase strictly within 0..{nodes - 1}, got {list(path)}")
         for row, path in enumerate(paths):
             base = self.lengths[row] - nodes
-            moved = next((i for i, node in enumerate(path) if node != i), len(path))  # what comes before stays
-            if moved < len(path):
+            if path and path[-1] >= len(path):
+                moved = next(i for i, node in enumerate(path) if node != i)  # what comes before stays
                 source = torch.tensor(path[moved:], device=self.kv.device) + base
                 store = self.kv[:, :, row]  # (L, 2, H, S, D); gather first, then write: the places may overlap
                 store[..., base + moved : base + len(path), :] = store.index_select(3, source)
