@@ -158,3 +158,19 @@ def test_a_whole_model_agrees_with_its_plain_path(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("minispec.linear.AVAILABLE", False)
     assert (got - model(tokens)).abs().max() < 1e-5
     assert sorted(model.state_dict()) == sorted(n for n, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "config", [GPTConfig(300, 64, 1, 4, 64), GPTConfig(1024, 64, 1, 4, 256)], ids=["small", "large"]
+)
+def test_a_compiler_sees_plain_products(config: GPTConfig) -> None:
+    """What torch.compile traces is one graph, whatever was copied before; a copy would be a constant in it."""
+    torch.manual_seed(0)
+    model, tokens = GPT(config).requires_grad_(False), torch.tensor([[1, 2, 3]])
+    want = model(tokens)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert (compiled(tokens) - want).abs().max() < 1e-5
+    model.h[0].mlp.c_fc.weight.mul_(3)
+    changed = model(tokens)
+    assert (changed - want).abs().max() > 1e-3
+    assert (compiled(tokens) - changed).abs().max() < 1e-5
