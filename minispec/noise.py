@@ -43,7 +43,7 @@ class Noise:
                 left = exponential(uniform.uniform_(generator=self.generator), dtype)
             self._ahead, self._used, self._shape = left, 0, (rows, V, dtype)
             count = min(len(left) // rows, CUT)
-            self._pieces = list(left[: count * rows].view(count, rows, V).unbind())[::-1]
+            self._pieces = list(left[: count * rows].view(count, rows, V))[::-1]
         self._used += rows
         return self._pieces.pop()
 

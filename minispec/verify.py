@@ -51,7 +51,7 @@ def normalised(rest: Tensor, p: Tensor) -> Tensor:
 
 def at(x: Tensor, node: Tensor) -> Tensor:
     """What each row has at its node: x (B, N, V), node (B,) -> (B, V)."""
-    return x.gather(1, node[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
+    return x.gather(1, node[:, None, None].expand(-1, -1, x.shape[2]))[:, 0]
 
 
 def count_accepted(accept: Tensor) -> Tensor:

@@ -445,6 +445,9 @@ def test_fresh_noise_is_one_sequence_of_uniforms() -> None:
     second = block(4, V, f32)  # one row is left, two are wanted
     assert torch.equal(noise.next(2, V, f32), second[:2])
     assert torch.equal(noise.next(2, V, f32), second[2:])
+    exact = block(4, V, f32)
+    assert torch.equal(noise.next(1, V, f32), exact[:1])
+    assert torch.equal(noise.next(3, V, f32), exact[1:])  # as many rows are left as are wanted
     third = block(4, V, f32)
     assert torch.equal(noise.next(1, V, f32), third[:1])  # three rows are left, and given up for another dtype
     fourth = block(4, V, f64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -134,8 +135,9 @@ def test_max_leaves_is_a_limit() -> None:
 def test_enumerator_refuses_what_it_cannot_follow() -> None:
     with pytest.raises(ValueError, match="follows one row"):
         exact_law(lambda rng: rng.pick(torch.ones(2, 3)).tolist()[0])
-    with pytest.raises(ValueError, match="all weights are 0"):
-        exact_law(lambda rng: rng.pick(torch.zeros(1, 3)).tolist()[0])
+    for weights in ([0.0, 0.0], [math.nan, math.nan], [math.nan, 1.0], [0.5, math.inf]):
+        with pytest.raises(ValueError, match="all weights are 0, or one of them is no number"):
+            exact_law(lambda rng, weights=weights: rng.pick(torch.tensor([weights])).tolist()[0])
 
 
 def test_exact_law_leaves_out_the_impossible_and_sums_to_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
@@ -29,8 +30,8 @@ class Enumerator:
 
     def _choose(self, weights: Sequence[float]) -> int:
         outcomes = [i for i, weight in enumerate(weights) if weight > 0]
-        if not outcomes:
-            raise ValueError("a choice without a possible outcome: all weights are 0")
+        if not outcomes or not math.isfinite(sum(weights)):
+            raise ValueError("a choice without a possible outcome: all weights are 0, or one of them is no number")
         taken = self.prefix[len(self.trace)] if len(self.trace) < len(self.prefix) else 0
         if taken >= len(outcomes):
             raise ValueError("the same choices led to other ones: something random does not go through rng")
