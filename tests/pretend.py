@@ -81,6 +81,8 @@ class _Operators(TorchDispatchMode):
         mixed = [x for x in inputs if isinstance(x, Tensor) and not isinstance(x, There) and x.ndim]
         if there and mixed and name not in TAKES_BOTH:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+        if there and any(isinstance(x, torch.Generator) for x in inputs):
+            raise RuntimeError(f"{name}: expected a generator of the tensor's device, found one of the CPU")
         self.owner.waits += there and (name in READS or (name in MOVES and asked is not None and asked != DEVICE))
         if asked is not None:
             self.owner.uploads += name in MOVES and asked == DEVICE and not there and not kwargs.get("non_blocking")

@@ -707,6 +707,8 @@ def test_the_place_of_a_bad_logit() -> None:
         Sampling().probs(logits, "draft")
     with pytest.raises(ValueError, match=r"^model logits: "):
         Sampling(0).probs(logits)
+    for sampling in (Sampling(), Sampling(0), Sampling(0.5, top_k=2), Sampling(top_p=0.5)):  # None: others will look
+        assert sampling.probs(logits, None).isnan().any(-1).tolist() == [[False] * 3, [False, False, True]]
     logits[0, 1, 3] = math.inf
     with pytest.raises(ValueError, match=r"\(0, 1\)$"):  # the first of them
         Sampling().probs(logits)
