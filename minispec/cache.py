@@ -129,9 +129,10 @@ class KVCache:
         """
         if len(paths) != self.batch or not 0 <= nodes <= min(self.lengths):
             raise ValueError(f"keep: {len(paths)} paths of {nodes} nodes do not fit lengths {self.lengths}")
+        paths = [[int(node) for node in path] for path in paths]
         for path in paths:
-            if list(path) != sorted({*path}) or (path and not 0 <= path[0] <= path[-1] < nodes):
-                raise ValueError(f"keep: a path must increase strictly within 0..{nodes - 1}, got {list(path)}")
+            if path != sorted({*path}) or (path and not 0 <= path[0] <= path[-1] < nodes):
+                raise ValueError(f"keep: a path must increase strictly within 0..{nodes - 1}, got {path}")
         for row, path in enumerate(paths):
             base = self.lengths[row] - nodes
             if path and path[-1] >= len(path):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registry
 
 from minispec.cache import KVCache
-from minispec.linear import LEAST, Packed, copied
+from minispec.linear import LEAST, Packed, in_training, plain, watched
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,8 +142,6 @@ def keep(model: Any) -> Kept:
     kept = Kept([model.wte.weight, model.wpe.weight], [], [], [], [], [], [], [], [], [], [], [], [])
 
     def copy(weight: Tensor, by: Packed) -> Tensor:
-        if not copied(weight):
-            return weight
         copy = by.of(weight)
         kept.packed.append(by)
         kept.copies.append(by.kept)
@@ -213,6 +211,7 @@ class Fused:
             return None
         if self._kept is None or not self._kept.fresh():
             ours = all(type(module) in self.kinds and not patched(module) for module in model.modules())
+            ours = ours and all(plain(p) and not in_training(p) for p in model.parameters())
             self._kept = keep(model) if ours else None
             if self._kept is not None and any(self._kept.hooks):
                 self._kept = None
@@ -228,10 +227,10 @@ def patched(module: nn.Module) -> bool:
 def usable(tokens: Tensor, weight: Tensor) -> bool:
     """Whether a pass may be fused: float32 on a CPU, nothing to differentiate, no autocast, nobody compiling it."""
     return (
-        tokens.is_cpu
+        plain(tokens)
+        and tokens.is_cpu
         and weight.is_cpu
         and weight.dtype is torch.float32
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
+        and not watched()
     )

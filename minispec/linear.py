@@ -6,8 +6,9 @@ which decides whether speculation pays on a CPU. Where a weight is too small for
 the usual kernel takes a sixth less time if it lies in memory by columns. Everything else (training, float64, GPUs, tiny
 weights, large ones where torch lacks the operator) takes `F.linear` and the weight itself.
 
-A copy is made anew when its weight has changed. Only what is written into a weight behind torch's back (in place
-through `.data`, or through an array that shares its memory) leaves no trace: say `model.float()` after it.
+A copy is made anew when its weight has changed. Only what torch itself does not see leaves no trace: numbers written in
+place through `.data` or an array that shares them, or into a large weight that was made in inference mode, as those do
+not count their changes. Say `model.float()` after it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 LARGE, WIDE = 1 << 18, 256  # elements, and the shorter side, from which packing pays: its call costs some 20 us more
 TINY = 1 << 14  # elements below which no copy is made
+transformed: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
 LEAST = 4  # rows that fewer are filled up to: oneDNN is slower with one, two or three than with four
 
@@ -41,8 +44,8 @@ class Packed:
     __slots__ = ("kept",)
 
     def __init__(self) -> None:
-        # the weight, its version and address, its copy: one tuple, for threads' sake
-        self.kept: tuple[Tensor, int, int, Tensor] | None = None
+        # the weight, its version, its numbers (lest their place be given to another's), its copy: a tuple, for threads
+        self.kept: tuple[Tensor, int, Tensor, Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> Packed:
         return Packed()
@@ -57,19 +60,24 @@ class Packed:
     def of(self, weight: Tensor) -> Tensor:
         """The copy of `weight` (out, in), made now if there is none or the weight has changed since.
 
-        Packed for oneDNN (`is_mkldnn`) if it is large, else the same matrix, column by column in memory.
+        Packed for oneDNN (`is_mkldnn`) if it is large, else the same matrix, column by column in memory. The weight
+        itself where no copy pays, or where it might change unseen.
         """
-        version, address = 0 if weight.is_inference() else weight._version, weight.data_ptr()
-        kept = self.kept
-        if kept is None or kept[0] is not weight or kept[1:3] != (version, address):
+        version, kept = 0 if weight.is_inference() else weight._version, self.kept
+        if kept is None or kept[0] is not weight or kept[1] != version or kept[2].data_ptr() != weight.data_ptr():
             data = weight.detach()
-            copy = torch.ops.mkldnn._reorder_linear_weight(data, ROWS) if large(data) else data.t().contiguous().t()
-            kept = self.kept = (weight, version, address, copy)
+            if not copied(weight) or weight.is_shared():  # type: ignore[no-untyped-call]  # by another process
+                copy = weight
+            elif large(weight):
+                copy = torch.ops.mkldnn._reorder_linear_weight(data, ROWS)
+            else:
+                copy = weight if weight.is_inference() else data.t().contiguous().t()
+            kept = self.kept = (weight, version, data, copy)
         return kept[3]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
         """x (..., in) times weight (out, in) plus bias; activation "none" or "gelu" (its tanh form)."""
-        if not usable(x, weight) or not copied(weight):
+        if not usable(x, weight, bias) or not copied(weight):
             self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
             return gelu(F.linear(x, weight, bias), activation)
         if not (copy := self.of(weight)).is_mkldnn:
@@ -79,7 +87,7 @@ class Packed:
         R = len(rows)
         rows = F.pad(rows, (0, 0, 0, LEAST - R)) if R < LEAST else rows
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, copy, bias, activation, [], algorithm)
-        return out[:R].view(*x.shape[:-1], -1)
+        return out[:R].view(*x.shape[:-1], out.shape[-1])
 
 
 def gelu(y: Tensor, activation: str) -> Tensor:
@@ -97,31 +105,63 @@ def large(weight: Tensor) -> bool:
     return weight.numel() >= LARGE and min(weight.shape) >= WIDE
 
 
-def usable(x: Tensor, weight: Tensor) -> bool:
-    """Whether a call may take a copy: float32 on a CPU, nothing to differentiate, no autocast."""
+def usable(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether a call may take a copy: float32 on a CPU, nothing to differentiate, no autocast, plain tensors."""
     return (
         x.dtype is weight.dtype is torch.float32
         and x.is_cpu
         and weight.is_cpu
-        and not (torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad))
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
+        and plain(x)
+        and plain(weight)
+        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)))
+        and not in_training(weight)
+        and not watched()
     )
 
 
-class Linear(nn.Linear):
+def plain(x: Tensor) -> bool:
+    """Whether it is a tensor of no subclass whose numbers lie in memory, one after the other or at strides."""
+    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+
+
+def in_training(weight: Tensor) -> bool:
+    """Whether an optimizer is about to change it: a fused one leaves no trace."""
+    return weight.requires_grad and weight.is_leaf and weight.grad is not None
+
+
+def watched() -> bool:
+    """Whether autocast, a compiler or a transformation like vmap looks at what is done now."""
+    return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or transformed() is not None
+
+
+class Copying(nn.Module):
+    """A module that keeps copies of weights, and forgets them when it gets others."""
+
+    def forget(self) -> None:
+        """Drop the copies."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.forget()  # .to(), .double(), .cuda()
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.forget()
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+class Linear(Copying, nn.Linear):
     """`nn.Linear` that reads a copy of its weight; `gelu` applies GELU (tanh) in the same call."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
         self.packed = Packed()
 
+    def forget(self) -> None:
+        self.packed.clear()
+
     def forward(self, x: Tensor) -> Tensor:
         return self.packed.linear(x, self.weight, self.bias)
 
     def gelu(self, x: Tensor) -> Tensor:
         return self.packed.linear(x, self.weight, self.bias, "gelu")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        self.packed.clear()  # .to(), .double(), .cuda(): the weight is another one
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]

@@ -7,7 +7,7 @@ Learned positions, pre-LayerNorm blocks, GELU (tanh), biases, and a head tied to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minispec.cache import KVCache
 from minispec.fused import Fused
-from minispec.linear import Linear, Packed
+from minispec.linear import Copying, Linear, Packed
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Embedding(nn.Embedding):
         """Nothing: `GPT.reset_parameters` does it, and only where there is memory for it."""
 
 
-class GPT(nn.Module):
+class GPT(Copying):
     """A decoder-only transformer. `end_of_text` is the id of the token that ends a text, or None."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -137,9 +137,8 @@ class GPT(nn.Module):
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 0.02
                 nn.init.normal_(parameter, std=std, generator=generator)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        self.head, self.fused = Packed(), Fused()  # .to(), .double(), .cuda(): the weights are others
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+    def forget(self) -> None:
+        self.head, self.fused = Packed(), Fused()
 
     @property
     def device(self) -> torch.device:

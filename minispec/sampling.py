@@ -97,8 +97,8 @@ class Sampling:
 
 def check_law(law: Tensor, who: str) -> None:
     """Refuse a law (..., V) with a NaN in it: `ValueError` names `who` and the place."""
-    if not math.isfinite(float(law.sum())):
-        place = tuple(law.sum(-1).isnan().nonzero()[0].tolist())
+    if not math.isfinite(float(law.sum())) and (wrong := ~law.isfinite().all(-1)).any():
+        place = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
 
 
@@ -142,7 +142,8 @@ class Randomness:
         self._noise = Noise(mix(keys[0], rows))
 
     def flip(self, prob: Tensor) -> Tensor:
-        u = torch.empty_like(prob, device="cpu", memory_format=torch.contiguous_format)
+        dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
+        u = torch.empty_like(prob, dtype=dtype, device="cpu", memory_format=torch.contiguous_format)
         u.uniform_(generator=self._noise.generator)  # in [0, 1): a probability of 1 always passes
         return prob > (u if prob.is_cpu else u.to(prob.device, non_blocking=prob.is_cuda))
 

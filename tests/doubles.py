@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from minispec import GPT, KVCache, decode
 from minispec.lab.models import Counting, TableModel, mean_tv, memory_two_back, mix, random_gpt, rows_of
@@ -32,7 +33,7 @@ class Scripted:
 
 def stored(tensors: list[Tensor]) -> int:
     """Bytes of memory behind these tensors, which may be views of one another."""
-    real = [t for t in tensors if t.device.type != "meta" and not t.is_mkldnn]  # packed weights are opaque
+    real = [t for t in tensors if not isinstance(t, FakeTensor) and t.device.type != "meta" and not t.is_mkldnn]
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in real)}.values())
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from doubles import random_gpt
@@ -222,7 +225,16 @@ def test_keep_with_a_path_a_row_then_decoding_goes_on() -> None:
 
 @core
 @pytest.mark.parametrize(
-    ("paths", "nodes"), [([[0, 0]], 3), ([[1, 0]], 3), ([[0, 3]], 3), ([[-1]], 3), ([[0]], 8), ([[0], [0]], 3)]
+    ("paths", "nodes"),
+    [
+        ([[torch.tensor(0), torch.tensor(1), torch.tensor(1)]], 3),
+        ([[0, 0]], 3),
+        ([[1, 0]], 3),
+        ([[0, 3]], 3),
+        ([[-1]], 3),
+        ([[0]], 8),
+        ([[0], [0]], 3),
+    ],
 )
 def test_bad_paths_change_nothing(paths: list[list[int]], nodes: int) -> None:
     model, cache = model_of(), cache_for(model_of())
@@ -232,6 +244,17 @@ def test_bad_paths_change_nothing(paths: list[list[int]], nodes: int) -> None:
         cache.keep(paths, nodes)
     assert cache.lengths == [7]
     assert torch.equal(cache.kv, before)
+
+
+@core
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_paths_may_be_any_sequence_of_integers(kind: Callable[[list[int]], Any]) -> None:
+    model, caches = model_of(), [cache_for(model_of()) for _ in range(2)]
+    for cache, path in zip(caches, ([0, 2, 3], kind([0, 2, 3])), strict=True):
+        model(tokens_of(7), cache)
+        cache.keep([path], 5)
+    assert caches[0].lengths == caches[1].lengths == [5]
+    assert torch.equal(caches[0].kv, caches[1].kv)
 
 
 @core

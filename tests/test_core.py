@@ -16,7 +16,7 @@ from minispec import RULES, KVCache, Randomness, Rule, Sampling, Tree
 from minispec.lab import exact_law
 from minispec.model import GPTConfig, read
 from minispec.noise import AHEAD, CUT, Noise, exponential, mix
-from minispec.sampling import COLDEST, HOTTEST, Rng, Shifted
+from minispec.sampling import COLDEST, HOTTEST, Rng, Shifted, check_law
 from minispec.tree import constant
 from minispec.verify import ANY, NOTHING, TINY, WHY_NOT, block, check_kind, find_rule, match, residual, rrs, token
 
@@ -398,6 +398,10 @@ def test_coins_are_one_sequence_of_uniforms_whatever_the_layout_of_the_probabili
             prob.shape, generator=torch.Generator().manual_seed(rng._noise.generator.initial_seed()), dtype=dtype
         )
         assert torch.equal(rng.flip(prob), prob > u)
+    for dtype in (torch.float16, torch.bfloat16):  # the coin is finer than its probability
+        rate = Randomness(5).flip(torch.full((500_000,), 0.001, dtype=dtype)).float().mean()
+        assert 0.0007 < rate < 0.0013
+    assert Randomness(5).flip(torch.tensor([1, 0])).tolist() == [True, False]
 
 
 def test_draws_are_made_on_the_cpu_and_handed_to_the_device() -> None:
@@ -709,6 +713,12 @@ def test_the_place_of_a_bad_logit() -> None:
         Sampling(0).probs(logits)
     for sampling in (Sampling(), Sampling(0), Sampling(0.5, top_k=2), Sampling(top_p=0.5)):  # None: others will look
         assert sampling.probs(logits, None).isnan().any(-1).tolist() == [[False] * 3, [False, False, True]]
+    for bad in (math.nan, math.inf):
+        law = torch.full((2, 3, 4), 0.25)
+        law[1, 2, 0] = bad
+        with pytest.raises(ValueError, match=r"^draft logits: a NaN, a \+inf or nothing .* at \(row, node\) \(1, 2\)$"):
+            check_law(law, "draft")
+    check_law(torch.full((2, 3, 4), 3e38), "draft")  # weights, not a law; too large to add, but numbers
     logits[0, 1, 3] = math.inf
     with pytest.raises(ValueError, match=r"\(0, 1\)$"):  # the first of them
         Sampling().probs(logits)

@@ -152,6 +152,23 @@ def changes() -> list[Callable[[GPT], None]]:
     def data_of_the_table(gpt: GPT) -> None:
         gpt.wte.weight.data = 2 * gpt.wte.weight
 
+    def evolved(gpt: GPT) -> None:  # the numbers before the last ones lie free, and the next may get their place
+        start = nn.utils.parameters_to_vector(gpt.parameters()).clone()
+        for _ in range(4):
+            nn.utils.vector_to_parameters(start + 0.1 * torch.randn_like(start), gpt.parameters())
+            gpt(torch.tensor([[1]]), KVCache(gpt.config))
+            nn.utils.vector_to_parameters(start, gpt.parameters())
+        nn.utils.vector_to_parameters(2 * start, gpt.parameters())
+
+    def sampled_before_the_step(gpt: GPT) -> None:
+        gpt.requires_grad_(True)
+        optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1, fused=True)
+        with torch.enable_grad():
+            gpt(torch.ones(1, 5, dtype=torch.long)).logsumexp(-1).sum().backward()
+        gpt(torch.tensor([[1]]), KVCache(gpt.config))
+        optimizer.step()
+        optimizer.zero_grad()
+
     def trained(gpt: GPT) -> None:
         gpt.requires_grad_(True)
         optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.1, fused=True)
@@ -203,6 +220,27 @@ def test_a_changed_model_gives_what_its_modules_give(name: str, change: Callable
     new = gpt(tokens, caches[0])
     assert torch.equal(new, by_modules(gpt, tokens, caches[1]))
     assert not torch.equal(new, old) or change.__name__ == "round_trip"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.inference_mode()
+def test_a_state_dict_loaded_in_inference_mode(name: str) -> None:
+    gpt, tokens = model(name), torch.tensor([[1, 2, 1]])
+    gpt(tokens, KVCache(gpt.config))
+    gpt.load_state_dict({name: 2 * value for name, value in gpt.state_dict().items()})
+    same(gpt(tokens, KVCache(gpt.config)), by_modules(copy.deepcopy(gpt), tokens, KVCache(gpt.config)), name)
+
+
+@torch.no_grad()
+def test_while_an_optimizer_is_about_to_step_the_modules_do_it(passes: Callable[[], int]) -> None:
+    gpt = model("by columns").requires_grad_(True)
+    with torch.enable_grad():
+        gpt(torch.tensor([[1, 2]])).sum().backward()
+    gpt(torch.tensor([[1]]), KVCache(gpt.config))
+    assert passes() == 0
+    gpt.zero_grad()
+    gpt(torch.tensor([[1]]), KVCache(gpt.config))
+    assert passes() == AVAILABLE
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minispec import GPT, GPTConfig, KVCache
 from minispec.linear import AVAILABLE, LARGE, TINY, Linear
@@ -121,7 +122,29 @@ def changes():  # type: ignore[no-untyped-def]
         m.weight.data.mul_(2)
         m.float()
 
-    return [in_place, state_dict, round_trip, trained, replaced, other_data, behind_its_back]
+    def other_data_at_the_same_place(m: Linear) -> None:
+        for factor in (2, 0.5, 3, 0.5):  # the numbers before the last ones lie free, and the next may get their place
+            m.weight.data = factor * m.weight.data
+
+    def sampled_before_the_step(m: Linear) -> None:
+        m.requires_grad_(True)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, fused=True)
+        m(torch.ones(1, 256)).sum().backward()
+        with torch.no_grad():
+            m(torch.ones(1, 256))
+        optimizer.step()
+        optimizer.zero_grad()
+        m.requires_grad_(False)
+
+    def another_process(m: Linear) -> None:
+        m.share_memory()
+        m(torch.ones(1, 256))
+        m.weight.data.mul_(2)  # as seen from here: no version of this process's counts it
+
+    def swapped(m: Linear) -> None:
+        torch.utils.swap_tensors(m.weight, torch.nn.Parameter(2 * m.weight, requires_grad=False))
+
+    return [value for value in locals().values() if callable(value)]
 
 
 @pytest.mark.parametrize("out", [1024, 100])
@@ -132,6 +155,45 @@ def test_a_changed_weight_is_copied_again(change, out: int) -> None:  # type: ig
     assert copied(linear) or not AVAILABLE
     change(linear)
     assert (linear(x) - F.linear(x, linear.weight, linear.bias)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("out", [1024, 100])
+def test_a_state_dict_loaded_in_inference_mode(out: int) -> None:
+    """Weights made there do not count their changes."""
+    with torch.inference_mode():
+        linear, x = layer(out), torch.randn(3, 256)
+        linear(x)
+        linear.load_state_dict({name: 3 * value for name, value in linear.state_dict().items()})
+        assert (linear(x) - F.linear(x, linear.weight, linear.bias)).abs().max() < 1e-4
+    small = layer(100)
+    with torch.inference_mode():
+        small.weight = torch.nn.Parameter(small.weight.clone(), requires_grad=False)
+        small(x)
+        small.weight.mul_(3)
+        assert torch.equal(small(x), F.linear(x, small.weight, small.bias))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("out", [1024, 100])
+def test_transformations_and_tensors_of_other_kinds_see_plain_products(out: int) -> None:
+    linear, x, many = layer(out), torch.randn(3, 256), torch.randn(2, out, 256)
+    linear(x)
+    with torch.no_grad():
+        stacked = torch.func.vmap(lambda w: torch.func.functional_call(linear, {"weight": w}, (x,)))(many)
+        assert (stacked - torch.stack([F.linear(x, w, linear.bias) for w in many])).abs().max() < 1e-4
+        _, tangent = torch.func.jvp(linear, (x,), (x,))
+        assert (tangent - F.linear(x, linear.weight)).abs().max() < 1e-5
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert linear(torch.empty(2, 256)).shape == (2, out)
+        assert type(linear(x)) is torch.Tensor
+    assert linear(torch.empty(0, 256)).shape == (0, out)
+    linear.bias.requires_grad_(True)
+    linear(x).sum().backward()
+    assert torch.equal(linear.bias.grad, torch.full((out,), 3.0))
+    linear.weight = torch.nn.Parameter(linear.weight.detach().to_sparse_csr(), requires_grad=False)
+    with torch.no_grad():
+        assert (linear(x) - F.linear(x, linear.weight.to_dense(), linear.bias)).abs().max() < 1e-4
 
 
 def test_copies_pack_for_themselves() -> None:
