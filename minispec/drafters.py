@@ -126,12 +126,11 @@ class ModelSession:
         tree, device = self.tree.cut(max(depth_limit)), self.device
         tokens = [torch.tensor([text[-1] for text in self.texts], device=device)]  # N times (B,), in the end
         q = [self.no_law]  # N times (B, V)
+        who = "draft" if self.kind == "chosen" else None  # q is looked at as a whole, by `inputs.check_draft`
         for depth in range(1, tree.max_depth + 1):
             parents = tree.levels[depth - 1]
             logits = self.read_last()[:, None] if depth == 1 else self.read_level(tree, parents, tokens)  # (B, P, V)
-            laws = self.sampling.probs(
-                logits, "draft" if self.kind == "chosen" else None
-            )  # (B, P, V); q is checked later
+            laws = self.sampling.probs(logits, who)  # (B, P, V)
             whole = tree.is_chain and depth <= min(depth_limit)  # then every row has its node here
             for parent, law in zip(parents, laws.unbind(1), strict=True):  # law (B, V)
                 if not whole:

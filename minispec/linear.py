@@ -1,9 +1,9 @@
 """Linear layers at the speed of memory: on a CPU each weight is copied once into the form that is quickest to read.
 
 A pass over a few tokens reads every weight once and computes little. The usual kernel reads a large row-major weight at
-a third of the memory's speed; packed for oneDNN, one row runs two or three times as fast, and eight take hardly longer,
+a third of the memory's speed; packed for oneDNN, one row runs several times as fast, and eight take hardly longer,
 which decides whether speculation pays on a CPU. Where a weight is too small for that call, as those of a small draft,
-the usual kernel takes a sixth less time if it lies in memory by columns. Everything else (training, float64, GPUs, tiny
+the usual kernel takes less time if it lies in memory by columns. Everything else (training, float64, GPUs, tiny
 weights, large ones where torch lacks the operator) takes `F.linear` and the weight itself.
 
 A copy is made anew when its weight has changed. Only what torch itself does not see leaves no trace: numbers written in

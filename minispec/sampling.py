@@ -96,7 +96,7 @@ class Sampling:
 
 
 def check_law(law: Tensor, who: str) -> None:
-    """Refuse a law (..., V) with a NaN in it: `ValueError` names `who` and the place."""
+    """Refuse a law (..., V) with a NaN or an infinity in it: `ValueError` names `who` and the place."""
     if not math.isfinite(float(law.sum())) and (wrong := ~law.isfinite().all(-1)).any():
         place = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(f"{who} logits: a NaN, a +inf or nothing but -inf at (row, node) {place}")
