@@ -40,11 +40,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     Falls back to p where nothing is left, which happens with probability 0 (a token is rejected only where
     q > p, and then p > q somewhere else).
     """
-    return normalised((p - q).clamp(min=0), p)
-
-
-def normalised(rest: Tensor, p: Tensor) -> Tensor:
-    """What is left, `rest` (..., V), as a law; p where nothing is left."""
+    rest = (p - q).clamp(min=0)
     rest = torch.where(rest.amax(-1, keepdim=True) > NOTHING, rest, p)
     return rest / rest.sum(-1, keepdim=True)
 
@@ -72,7 +68,7 @@ def token(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     x = drafted.clamp(min=0)[..., None]  # (B, K, 1)
     p_x = p[:, :K].gather(2, x)[..., 0]  # (B, K)
     q_x = q.gather(2, x)[..., 0]  # (B, K)
-    ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
+    ratio = (p_x / q_x).masked_fill(q_x <= 0, 0.0)
     accepted = count_accepted(rng.flip(ratio.clamp(max=1)))  # (B,)
     q = torch.cat([q, q.new_zeros(B, 1, q.shape[2])], 1)  # (B, K+1, V): no draft, so the bonus is norm((p - 0)+)
     return accepted, rng.pick(residual(at(p, accepted), at(q, accepted)))
@@ -84,6 +80,7 @@ def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), so a surplus at one place repays a deficit before it. The prefix x^i
     passes with probability h_i = s_i / (s_i + 1 - w_i), s_i = sum (w_i p_{i+1} - q_{i+1})+, so that it is
     kept with probability w_i; the next token is drawn from norm((w p - q)+) at the longest prefix that passed.
+    With C_i the product of the first i ratios, C_0 = 1, all w are w_i = C_i / max(C_0, .., C_i) at once.
 
     p (B, K+1, V), q (B, K, V), drafted (B, K) -> accepted (B,) in 0..K, next token (B,). Exact; accepts at least as
     many tokens as `token` in expectation, and as many as any rule can that sees one draft.
@@ -91,19 +88,18 @@ def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     B, K = drafted.shape
     x = drafted.clamp(min=0)[..., None]  # (B, K, 1)
     p_x, q_x = p[:, :K].gather(2, x)[..., 0], q.gather(2, x)[..., 0]  # (B, K)
-    ratio = torch.where(q_x > 0, p_x / q_x, 0.0)
-    w = [torch.ones_like(p[:, 0, 0])]  # K + 1 times (B,)
-    for r in ratio.unbind(1):
-        w.append((w[-1] * r).clamp(max=1))
-    weight = torch.stack(w, 1)  # (B, K+1)
+    ratio = (p_x / q_x).masked_fill(q_x <= 0, 0.0)
+    product = torch.cat([p.new_ones(B, 1), ratio], 1).cumprod(1)  # (B, K+1): > R with a probability < 1 / R
+    w = product / product.cummax(1).values  # (B, K+1); on an Apple GPU cummax wants torch 2.9
     q = torch.cat([q, q.new_zeros(B, 1, q.shape[2])], 1)  # (B, K+1, V): behind the last token h = w, as s = w there
-    rest = (weight[..., None] * p - q).clamp(min=0)  # (B, K+1, V)
+    rest = (w[..., None] * p - q).clamp(min=0)  # (B, K+1, V)
     s = rest.sum(-1)  # (B, K+1)
-    room = s + 1 - weight
-    h = torch.where(room > TINY, s / room, 1.0)  # 0 / 0 where p = q and w = 1: all of it passes
-    passed = rng.flip(h[:, 1:]) * torch.arange(1, K + 1, device=p.device)  # (B, K)
-    accepted = passed.amax(1) if K else torch.zeros_like(passed.sum(1))  # (B,)
-    return accepted, rng.pick(normalised(at(rest, accepted), at(p, accepted)))
+    room = s + 1 - w
+    h = (s / room).masked_fill(room <= TINY, 1.0)  # 0 / 0 where p = q and w = 1: all of it passes
+    passed = rng.flip(h[:, 1:])  # (B, K)
+    accepted = passed.flip(1).cummax(1).values.sum(1)  # (B,): all up to the last success
+    law = torch.where(s[..., None] > NOTHING, rest / s[..., None], p)
+    return accepted, rng.pick(at(law, accepted))
 
 
 def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:
@@ -211,7 +207,7 @@ class Rule:
         assert q is not None
         accepted, emitted = self.chain(p, q[:, 1:], tokens[:, 1:], rng)
         nodes = tree.depths.to(p.device, non_blocking=True)  # (1, N): on a chain node i has depth i
-        return torch.where(nodes <= accepted[:, None], nodes, -1), emitted
+        return nodes.masked_fill(nodes > accepted[:, None], -1), emitted
 
 
 RULES = {
