@@ -127,9 +127,10 @@ class ModelSession:
         tokens = [torch.tensor([text[-1] for text in self.texts], device=device)]  # N times (B,), in the end
         q = [self.no_law]  # N times (B, V)
         who = "draft" if self.kind == "chosen" else None  # q is looked at as a whole, by `inputs.check_draft`
+        whole = True
         for depth in range(1, tree.max_depth + 1):
             parents = tree.levels[depth - 1]
-            logits = self.read_last()[:, None] if depth == 1 else self.read_level(tree, parents, tokens)  # (B, P, V)
+            logits = self.read_level(tree, parents, tokens, whole) if depth > 1 else self.read_last()[:, None]
             laws = self.sampling.probs(logits, who)  # (B, P, V)
             whole = tree.is_chain and depth <= min(depth_limit)  # then every row has its node here
             for parent, law in zip(parents, laws.unbind(1), strict=True):  # law (B, V)
@@ -164,11 +165,12 @@ class ModelSession:
         left = rest.sum(-1, keepdim=True)  # (B, 1)
         return torch.where(left > 0, rest / left, 0.0)
 
-    def read_level(self, tree: Tree, nodes: list[int], tokens: list[Tensor]) -> Tensor:
-        """One pass over a whole level, each node seeing its ancestors: logits (B, P, V)."""
+    def read_level(self, tree: Tree, nodes: list[int], tokens: list[Tensor], whole: bool = False) -> Tensor:
+        """One pass over a level, each node seeing its ancestors: logits (B, P, V). `whole`: none of it is absent."""
         end, device, last = nodes[-1] + 1, self.device, self.model.config.block_size - 1
         if tree.is_chain and max(self.cache.lengths) <= last:
-            return self.model(tokens[nodes[0]].clamp(min=0).unsqueeze(1), self.cache)
+            ids = tokens[nodes[0]].unsqueeze(1)  # (B, 1)
+            return self.model(ids if whole else ids.clamp(min=0), self.cache)
         ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)
         position = [
             [min(n - nodes[0] + int(tree.depths[0, node]), last) for node in nodes]

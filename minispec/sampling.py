@@ -143,8 +143,7 @@ class Randomness:
 
     def flip(self, prob: Tensor) -> Tensor:
         dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
-        u = torch.empty_like(prob, dtype=dtype, device="cpu", memory_format=torch.contiguous_format)
-        u.uniform_(generator=self._noise.generator)  # in [0, 1): a probability of 1 always passes
+        u = self._noise.coins.next(tuple(prob.shape), dtype)  # in [0, 1): a probability of 1 always passes
         return prob > (u if prob.is_cpu else u.to(prob.device, non_blocking=prob.is_cuda))
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
@@ -154,7 +153,7 @@ class Randomness:
         if at is not None and weights.is_cpu and int(weights.count_nonzero()) == B:
             return weights.argmax(-1)  # one token a row can win, as in greedy decoding: no noise is needed
         if at is None:
-            noise = self._noise.next(B, V, dtype)  # (B, V)
+            noise = self._noise.fresh.next((B, V), dtype)  # (B, V)
         else:
             keyed = [self._noise.at(key, position, V, dtype, B) for key, position in zip(self.keys, at, strict=True)]
             noise = keyed[0][None] if B == 1 else torch.stack(keyed)  # (B, V)

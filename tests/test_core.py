@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from doubles import random_gpt
@@ -15,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from minispec import RULES, KVCache, Randomness, Rule, Sampling, Tree
 from minispec.lab import exact_law
 from minispec.model import GPTConfig, read
-from minispec.noise import AHEAD, CUT, Noise, exponential, mix
+from minispec.noise import AHEAD, COINS, CUT, Ahead, Noise, exponential, mix
 from minispec.sampling import COLDEST, HOTTEST, Rng, Shifted, check_law
 from minispec.tree import constant
 from minispec.verify import ANY, NOTHING, TINY, WHY_NOT, block, check_kind, find_rule, match, residual, rrs, token
@@ -363,41 +365,52 @@ def test_mix_is_splitmix64() -> None:
     assert 0 <= mix(-1, -7) < 1 << 64
 
 
+def sfc64(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.SFC64(seed))
+
+
+def race(u: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Exp(1) noise of uniforms, the long way."""
+    return -torch.log1p(-torch.as_tensor(u).to(dtype))
+
+
 def test_a_seed_means_these_very_draws() -> None:
-    """Coins are uniforms of one generator, picks races against the logarithms of float64 ones; nothing else."""
+    """Coins are uniforms of one generator, picks races against -log(1 - u) of another's; nothing else."""
     rng, weights = Randomness([11, 22], rows=2), torch.tensor([[0.1, 0.4, 0.5], [0.3, 0.3, 0.4]])
-    again, keyed = torch.Generator().manual_seed(mix(11, 2)), torch.Generator()
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    fresh, coins, keyed = sfc64(mix(11, 2)), sfc64(mix(mix(11, 2), 1)), torch.Generator()
+    for dtype in (torch.float32, torch.bfloat16):
         prob = torch.linspace(0, 1, 8).to(dtype)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        assert torch.equal(rng.flip(prob), torch.rand(8, generator=again, dtype=wide) < prob)
-    for _ in range(20):
-        noise = -torch.rand(2, 3, generator=again, dtype=torch.float64).log()
-        assert torch.equal(rng.pick(weights), (weights / noise.float()).argmax(-1))
+        if dtype == torch.float32:
+            u = torch.from_numpy(coins.random(COINS, np.float32)).view(-1, 8)
+        assert torch.equal(rng.flip(prob), u[int(dtype == torch.bfloat16)] < prob)
+    u = torch.from_numpy(coins.random(COINS, np.float64)).view(-1, 8)
+    assert torch.equal(rng.flip(torch.linspace(0, 1, 8).double()), u[0] < torch.linspace(0, 1, 8).double())
+    noise = race(fresh.random(AHEAD // 6 * 6)).view(-1, 2, 3)
+    for draw in range(20):
+        assert torch.equal(rng.pick(weights), (weights / noise[draw]).argmax(-1))
     for position in range(20):
         noise = torch.stack(
             [
-                -torch.rand(3, generator=keyed.manual_seed(mix(key, at)), dtype=torch.float64).log()
+                race(torch.rand(3, generator=keyed.manual_seed(mix(key, at)), dtype=torch.float64))
                 for key, at in ((11, position), (22, position + 5))
             ]
         )
-        assert torch.equal(rng.pick(weights, at=[position, position + 5]), (weights / noise.float()).argmax(-1))
+        assert torch.equal(rng.pick(weights, at=[position, position + 5]), (weights / noise).argmax(-1))
 
 
 def test_a_coin_of_probability_0_never_passes_even_where_the_uniform_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "uniform_", lambda u, generator: u.zero_())
+    monkeypatch.setattr(Ahead, "next", lambda self, shape, dtype: torch.zeros(shape, dtype=dtype))
     assert Randomness(0).flip(torch.tensor([0.0, 1e-30, 1.0])).tolist() == [False, True, True]
 
 
 def test_coins_are_one_sequence_of_uniforms_whatever_the_layout_of_the_probabilities() -> None:
     whole = torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
     for prob in (whole, whole.t().contiguous().t(), whole.double(), whole[:, 2:], whole.t()[1:3], whole[0, 0]):
-        dtype = torch.float64 if prob.dtype == torch.float64 else torch.float32
-        rng = Randomness(5)
-        u = torch.rand(
-            prob.shape, generator=torch.Generator().manual_seed(rng._noise.generator.initial_seed()), dtype=dtype
-        )
-        assert torch.equal(rng.flip(prob), prob > u)
+        single = prob.dtype == torch.float32
+        u = sfc64(mix(mix(5, 1), 1)).random(COINS // prob.numel() * prob.numel(), np.float32 if single else np.float64)
+        want = torch.from_numpy(u[: prob.numel()]).view(prob.shape)
+        assert torch.equal(Randomness(5).flip(prob), prob > want)
+    assert Randomness(5).flip(torch.empty(3, 0)).shape == (3, 0)
     for dtype in (torch.float16, torch.bfloat16):  # the coin is finer than its probability
         rate = Randomness(5).flip(torch.full((500_000,), 0.001, dtype=dtype)).float().mean()
         assert 0.0007 < rate < 0.0013
@@ -420,53 +433,60 @@ def test_noise_is_as_fine_as_the_weights(
 ) -> None:
     seen = []
 
-    def fresh(self: Noise, rows: int, V: int, dtype: torch.dtype) -> Tensor:
+    def fresh(self: Ahead, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         seen.append(dtype)
-        return torch.ones(rows, V)
+        return torch.ones(shape)
 
     def keyed(self: Noise, key: int, position: int, V: int, dtype: torch.dtype, rows: int) -> Tensor:
         seen.append((dtype, rows))
         return torch.ones(V)
 
-    monkeypatch.setattr(Noise, "next", fresh)
+    monkeypatch.setattr(Ahead, "next", fresh)
     monkeypatch.setattr(Noise, "at", keyed)
     Randomness(0, rows=2).pick(torch.ones(2, 3, dtype=dtype))
     Randomness(0, rows=2).pick(torch.ones(2, 3, dtype=dtype), at=[0, 1])
     assert seen == [want, (want, 2), (want, 2)]
 
 
-def test_fresh_noise_is_one_sequence_of_uniforms() -> None:
-    """Made ahead in blocks of about `AHEAD` numbers, which draws of one width use up row by row."""
-    noise, again = Noise(5), torch.Generator().manual_seed(5)
+@pytest.mark.parametrize("kind", ["fresh", "coins"])
+def test_numbers_made_ahead_are_one_sequence(kind: str) -> None:
+    """Made in blocks of about `AHEAD` or `COINS` numbers, which draws of one dtype use up, whatever their shapes."""
+    size, seed = (AHEAD, 5) if kind == "fresh" else (COINS, mix(5, 1))
+    ahead: Ahead = getattr(Noise(5), kind)
+    again, f32, f64 = sfc64(seed), torch.float32, torch.float64
 
-    def block(rows: int, V: int, dtype: torch.dtype) -> Tensor:
-        return (-torch.rand(rows, V, generator=again, dtype=torch.float64).log()).to(dtype)
+    def block(n: int, dtype: torch.dtype) -> Tensor:
+        if kind == "fresh":
+            return race(again.random(n), dtype)
+        return torch.from_numpy(again.random(n, np.float32 if dtype == f32 else np.float64))
 
-    V, f32, f64 = AHEAD // 4, torch.float32, torch.float64  # four rows a block
-    first = block(4, V, f32)
-    assert torch.equal(noise.next(1, V, f32), first[:1])
-    assert torch.equal(noise.next(2, V, f32), first[1:3])
-    second = block(4, V, f32)  # one row is left, two are wanted
-    assert torch.equal(noise.next(2, V, f32), second[:2])
-    assert torch.equal(noise.next(2, V, f32), second[2:])
-    exact = block(4, V, f32)
-    assert torch.equal(noise.next(1, V, f32), exact[:1])
-    assert torch.equal(noise.next(3, V, f32), exact[1:])  # as many rows are left as are wanted
-    third = block(4, V, f32)
-    assert torch.equal(noise.next(1, V, f32), third[:1])  # three rows are left, and given up for another dtype
-    fourth = block(4, V, f64)
-    assert torch.equal(noise.next(2, V, f64), fourth[:2])
-    wide = block(AHEAD // 100, 100, f64)
-    assert torch.equal(noise.next(1, 100, f64), wide[:1])  # and for another width
-    assert torch.equal(noise.next(2, 100, f64), wide[1:3])
-    used = 3
-    for rows in (*[1] * 20, 2, 2, 1, *[3] * 40, 1):  # handed out some draws at a time, the rest recut for other rows
-        assert torch.equal(noise.next(rows, 100, f64), wide[used : used + rows])
-        used += rows
+    V = size // 4  # four rows a block
+    first = block(size, f32).view(4, V)
+    assert torch.equal(ahead.next((1, V), f32), first[:1])
+    assert torch.equal(ahead.next((2, V), f32), first[1:3])
+    second = block(size, f32).view(4, V)  # one row is left, two are wanted
+    assert torch.equal(ahead.next((2, V), f32), second[:2])
+    assert torch.equal(ahead.next((2, V), f32), second[2:])
+    exact = block(size, f32).view(4, V)
+    assert torch.equal(ahead.next((V,), f32), exact[0])
+    assert torch.equal(ahead.next((3, V), f32), exact[1:])  # as many are left as are wanted
+    third = block(size, f32).view(4, V)
+    assert torch.equal(ahead.next((1, V), f32), third[:1])  # three rows are left, and given up for another dtype
+    fourth = block(size, f64).view(-1)
+    assert torch.equal(ahead.next((2, V), f64), fourth[: 2 * V].view(2, V))
+    used = 2 * V
+    for shape in ((1, 7), (), (0, 3), *[(1, 5)] * 20, (2, 5), (2, 5), (3,), *[(3, 2, 1)] * 40, (1, 7)):
+        n = math.prod(shape)  # handed out some draws at a time, the rest cut anew for other shapes
+        assert torch.equal(ahead.next(shape, f64), fourth[used : used + n].view(shape))
+        used += n
+    assert ahead.next((0, 3), f64).dtype == f64
     assert CUT < 20
-    assert AHEAD == 1 << 16  # what is given up depends on it, and so does what a seed means
-    fifth = block(7, 2 * AHEAD, f32)  # more than a block
-    assert torch.equal(noise.next(7, 2 * AHEAD, f32), fifth)
+    assert (AHEAD, COINS) == (1 << 16, 1 << 12)  # what is given up depends on it, and so does what a seed means
+    wide = block(7 * 2 * size, f32)  # more than a block
+    assert torch.equal(ahead.next((7, 2 * size), f32), wide.view(7, 2 * size))
+    whole = block(size // 100 * 100, f32)  # as many draws of this shape as a block holds
+    for draw in range(size // 100):
+        assert torch.equal(ahead.next((100,), f32), whole[100 * draw : 100 * draw + 100])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -487,7 +507,8 @@ def test_where_one_token_can_win_no_noise_is_made(rows: int, monkeypatch: pytest
     other = Randomness(3, rows)
     assert torch.equal(other.pick(sure), sure.argmax(-1))  # a draw that is not keyed takes its noise all the same,
     assert not torch.equal(
-        other._noise.next(rows, 50, torch.float32), Randomness(3, rows)._noise.next(rows, 50, torch.float32)
+        other._noise.fresh.next((rows, 50), torch.float32),
+        Randomness(3, rows)._noise.fresh.next((rows, 50), torch.float32),
     )
 
 
@@ -520,8 +541,8 @@ def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest
     for position in (0, 1, 15, 16, 17, 40, 3):
         for key in (7, 8):
             for dtype in (torch.float32, torch.float64):
-                want = -keyed_uniforms(key, position, 50).log()
-                assert torch.equal(noise.at(key, position, 50, dtype, 2), want.to(dtype))
+                want = race(keyed_uniforms(key, position, 50), dtype)
+                assert torch.equal(noise.at(key, position, 50, dtype, 2), want)
     seeded.clear()
     for position in range(32, 48):
         noise.at(7, position, 50, torch.float32, 1)
@@ -544,7 +565,7 @@ def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest
     assert len(pair._blocks) == 4
     seeded.clear()
     V = AHEAD // 4
-    assert torch.equal(noise.at(9, 5, V, torch.float64, 2), -keyed_uniforms(9, 5, V).log())
+    assert torch.equal(noise.at(9, 5, V, torch.float64, 2), race(keyed_uniforms(9, 5, V), torch.float64))
     assert seeded == [mix(9, 4), mix(9, 5)]  # two positions of two rows fill a block
     seeded.clear()
     noise.at(9, 5, 2 * AHEAD, torch.float64, 1)
@@ -553,10 +574,19 @@ def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest
 
 def test_noise_lies_strictly_between_nothing_and_infinity() -> None:
     for dtype in (torch.float32, torch.float64):
-        got = exponential(torch.tensor([[0.0, 1.0, 0.5]], dtype=torch.float64), dtype)
         info = torch.finfo(dtype)
+        u = [0.0, 1e-20, 0.5, 1 - 2**-53, 1.0]
+        got = exponential(torch.tensor(u, dtype=torch.float64), dtype)
+        most = -math.log(info.eps / 2)  # 16.6 or 36.7
         assert got.dtype == dtype
-        assert got.tolist() == [[info.max, info.tiny, pytest.approx(math.log(2), rel=1e-7)]]
+        assert got.tolist() == pytest.approx([info.tiny, 1e-20, math.log(2), most, most], rel=1e-6, abs=0)
+
+
+def test_noise_is_as_fine_next_to_nothing_as_anywhere() -> None:
+    """The least wins: where -log of a float32 u is 0 or 6e-8 or more, tokens rarer than that would never be drawn."""
+    u = torch.from_numpy(sfc64(2).random(1 << 10)) * 1e-12
+    for dtype in (torch.float32, torch.float64):
+        assert torch.allclose(exponential(u.clone(), dtype).double(), u, rtol=1e-6, atol=0)
 
 
 def test_keys_of_rows() -> None:
@@ -564,8 +594,6 @@ def test_keys_of_rows() -> None:
     assert Randomness(7).keys == [7]
     assert Randomness((4, 5), rows=2).keys == [4, 5]
     assert Randomness([4, 5, 6], rows=3).select([0, 2]).keys == [4, 6]
-    import numpy as np
-
     assert type(Randomness(np.int64(3)).keys[0]) is int
     fresh = [Randomness().keys[0] for _ in range(40)]
     assert len(set(fresh)) == 40

@@ -30,7 +30,7 @@ from minispec import (
 from minispec.advanced import AdaptiveDrafter, DynamicTree, HeuristicDrafter
 from minispec.lab import chi_squared, exact_law, target_law, total_variation
 from minispec.lab.law import Enumerator
-from minispec.noise import AHEAD
+from minispec.noise import AHEAD, COINS
 
 GREEDY = Sampling(0)
 
@@ -337,7 +337,7 @@ def test_memory_is_bounded_as_stated(rows: int, monkeypatch: pytest.MonkeyPatch)
     assert sizes == sorted([slot * rows * (n + new + tree.size), slot * rows * (config.block_size + tree.size)])
     assert [c.kv.data_ptr() for c in caches] == places
     laws = 2 * rows * tree.size * config.vocab_size  # p and q
-    assert max(alive) - before <= 8 * (sum(sizes) + 2 * laws + AHEAD + 20 * rows * tree.size) + 4096
+    assert max(alive) - before <= 8 * (sum(sizes) + 2 * laws + AHEAD + COINS + 20 * rows * tree.size) + 4096
     assert max(alive) - before >= 8 * sum(sizes)
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from minispec import Randomness, Sampling
+from minispec import Randomness, Sampling, noise
 from minispec.sampling import Shifted
 
 pytestmark = pytest.mark.core
@@ -171,8 +171,9 @@ def test_the_host_programs_defaults_do_not_matter(dtype: torch.dtype) -> None:
 
 def test_pick_survives_noise_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0]])
-    for u in (0.0, 1.0):  # -log(u) is infinite, or zero
+    for u in (0.0, 1.0):  # -log(1 - u) is zero, or infinite
         monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, u=u, generator=None: self.fill_(u))
+        monkeypatch.setattr(noise, "uniform", lambda source, n, dtype, u=u: torch.full((n,), u, dtype=dtype))
         assert Randomness(0).pick(weights).tolist() == [1]
         assert Randomness(0).pick(weights, at=[3]).tolist() == [1]
 

@@ -448,7 +448,7 @@ def test_text_cannot_end_the_script(two: Two) -> None:
 def test_a_hundred_steps_stay_below_600_kilobytes(shipped: Pair, story: Trace) -> None:
     """Chains of the default length do with whole laws; the page of a large tree shows shorter ones."""
     for tree, whole in ((Tree.chain(4), True), (Tree.branching([3, 2, 1]), False)):
-        data = draw(shipped, tree, 12).data
+        data = draw(shipped, tree, 24).data
         data["steps"] = [data["steps"][i % len(data["steps"])] for i in range(100)]
         text = page(data)
         assert len(text.encode("utf-8")) < 600_000

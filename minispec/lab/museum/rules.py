@@ -123,7 +123,7 @@ def residual_off_by_one(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step
     return token_with(p, q, drafted, rng, rest=lambda p, q, x: residual(p, q), shift=1)
 
 
-@rule_piece("one uniform for all coins of a step", EACH, JOINT, STEPS, EXACT)
+@rule_piece("one uniform for all coins of a step", JOINT, STEPS, EXACT)
 def one_uniform(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> Step:
     """One random number is compared with all the ratios of a step.
 
