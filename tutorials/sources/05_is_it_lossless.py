@@ -175,7 +175,7 @@ check("05.bug", my_answer)
 # The machine's own verdict. `check_rule` enumerates, samples, compares caches, and looks the bug up in the museum:
 
 # %%
-report = lab.check_rule(suspects()["A"], samples=2000)
+report = lab.check_rule(suspects()["A"])
 print(report)
 
 # %% [markdown]

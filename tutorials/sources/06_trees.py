@@ -270,12 +270,19 @@ source(Tree.best)
 
 # %%
 texts = prompts(pair, 6)
-runs = minispec.speculate(target, draft, texts, max_new_tokens=48, tree=Tree.branching([3, 2]), stop=(), seed=0)
-rates = acceptance_by_rank([step for run in runs for step in run.steps])
+
+
+def decode(shape, seeds):
+    """Runs of six prompts with each seed."""
+    options = {"max_new_tokens": 128, "tree": shape, "rule": "rrs", "stop": ()}
+    return [run for seed in seeds for run in minispec.speculate(target, draft, texts, seed=seed, **options)]
+
+
+rates = acceptance_by_rank([step for run in decode(Tree.branching([3, 2]), range(2)) for step in run.steps])
 print("acceptance by rank:", [round(r, 3) for r in rates])
 shapes = {"chain of 12": Tree.chain(12), "bush [3, 2]": Tree.branching([3, 2]), "best, 13 nodes": Tree.best(rates, 13)}
 for name, shape in shapes.items():
-    runs = minispec.speculate(target, draft, texts, max_new_tokens=48, tree=shape, rule="rrs", stop=(), seed=1)
+    runs = decode(shape, (2, 3))
     measured = sum(r.stats.new_tokens for r in runs) / sum(r.stats.target_passes for r in runs)
     print(
         f"{name:15}: {shape.size:2} nodes, predicted {shape.expected_tokens(rates):.2f}, measured {measured:.2f} tokens a pass"

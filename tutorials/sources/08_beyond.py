@@ -20,10 +20,10 @@ target, draft, tokenizer = pair.target, pair.draft, pair.tokenizer
 texts = prompts(pair, 6)
 
 
-def tokens_a_pass(drafter, seed=0, new=48, sampling=None, **options):
-    """Tokens a target pass over six prompts."""
-    options |= {"max_new_tokens": new, "sampling": sampling or Sampling(), "stop": (), "seed": seed}
-    stats = [run.stats for run in minispec.speculate(target, drafter, texts, **options)]
+def tokens_a_pass(drafter, seeds=(0,), new=48, sampling=None, **options):
+    """Tokens a target pass over six prompts, with each seed."""
+    options |= {"max_new_tokens": new, "sampling": sampling or Sampling(), "stop": ()}
+    stats = [run.stats for seed in seeds for run in minispec.speculate(target, drafter, texts, seed=seed, **options)]
     return sum(s.new_tokens for s in stats) / sum(s.target_passes for s in stats)
 
 
@@ -63,7 +63,9 @@ my_guess = ...  # gain at K = 10, in percent
 
 # %%
 lengths = (2, 5, 10)
-yields = {rule: [tokens_a_pass(draft, draft_len=k, rule=rule) for k in lengths] for rule in ("token", "block")}
+yields = {
+    rule: [tokens_a_pass(draft, range(6), draft_len=k, rule=rule) for k in lengths] for rule in ("token", "block")
+}
 fig, ax = plt.subplots()
 for rule, values in yields.items():
     ax.plot(lengths, values, "o-", label=rule)
@@ -82,7 +84,7 @@ source(verify.block)
 tree = Tree.branching([2, 2, 1, 1])
 for rule in ("rrs", "traversal"):
     print(
-        f"{rule:10}: {tokens_a_pass(draft, tree=tree, rule=rule, new=32):.2f} tokens a pass with branching [2, 2, 1, 1]"
+        f"{rule:10}: {tokens_a_pass(draft, range(3), new=32, tree=tree, rule=rule):.2f} tokens a pass with branching [2, 2, 1, 1]"
     )
 print(traversal.__doc__.splitlines()[0])
 
