@@ -50,7 +50,7 @@ class Ahead:
                 left = self._make(self._source, max(1, self._size // n) * n, dtype)
             count = min(len(left) // n, CUT)
             self._block, self._used, self._cut = left, 0, (shape, dtype)
-            self._pieces = list(left[: count * n].view(count, *shape).unbind())[::-1]
+            self._pieces = list(left[: count * n].view(count, *shape))[::-1]
         self._used += n
         return self._pieces.pop()
 

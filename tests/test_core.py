@@ -142,6 +142,50 @@ def test_block_accepts_what_its_paper_says() -> None:
         assert sum(n * prob for n, prob in exact_law(run).items()) == pytest.approx(want, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("K", [1, 2, 7, 40])
+def test_block_by_its_recursion_the_long_way(K: int, dtype: torch.dtype) -> None:
+    """Coins, length and residual of every row, with tokens that p or q give nothing and absent ones."""
+    B, V, close = 6, 5, 1e-5 if dtype == torch.float32 else 1e-12
+    generator = torch.Generator().manual_seed(K)
+    p, q = (torch.rand(B, K + 1, V, generator=generator, dtype=torch.float64) ** 2 for _ in range(2))
+    p = torch.where(torch.rand(p.shape, generator=generator) < 0.02, 0.0, p)
+    p, q = p / p.sum(-1, keepdim=True), 0.4 * q / q.sum(-1, keepdim=True) + 0.6 * p / p.sum(-1, keepdim=True)
+    drafted = torch.stack([row.multinomial(1, generator=generator)[:, 0] for row in q])[:, :K]  # (B, K)
+    drafted[1, K // 2 :], drafted[2] = -1, -1
+    q = torch.where((drafted >= 0)[..., None], q[:, :K], 0.0)
+
+    class Asked(Randomness):
+        def flip(self, prob: Tensor) -> Tensor:
+            coins.append(prob)
+            passed.append(super().flip(prob))
+            return passed[0]
+
+        def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
+            laws.append(weights)
+            return super().pick(weights, at)
+
+    coins: list[Tensor] = []
+    passed: list[Tensor] = []
+    laws: list[Tensor] = []
+    accepted, _ = block(p.to(dtype), q.to(dtype), drafted, Asked(3, B))
+    for row in range(B):
+        w, weights, h = 1.0, [1.0], []
+        for i, x in enumerate(drafted[row].tolist()):
+            w = min(1.0, w * float(p[row, i, x] / q[row, i, x])) if x >= 0 else 0.0
+            rest = w * p[row, i + 1] - (q[row, i + 1] if i + 1 < K else 0.0)
+            s = float(rest.clamp(min=0).sum())
+            h.append(s / (s + 1 - w) if s + 1 - w > TINY else 1.0)
+            weights.append(w)
+        assert coins[0][row].tolist() == pytest.approx(h, abs=close)
+        a = max((i + 1 for i, ok in enumerate(passed[0][row].tolist()) if ok), default=0)
+        assert int(accepted[row]) == a
+        want = residual(weights[a] * p[row, a], q[row, a] if a < K else torch.zeros(V, dtype=torch.float64))
+        assert laws[0][row].tolist() == pytest.approx(want.tolist(), abs=20 * close)
+    assert int(accepted[2]) == 0
+    assert float(coins[0][2].max()) == 0
+
+
 @pytest.mark.parametrize("rule", [token, block])
 def test_a_draft_equal_to_the_target_is_accepted_whole(rule) -> None:  # type: ignore[no-untyped-def]
     """Where p = q the residual is nothing and block's h is 0 / 0; both pass. No draft at all: the bonus alone."""
@@ -462,6 +506,7 @@ def test_numbers_made_ahead_are_one_sequence(kind: str) -> None:
 
     V = size // 4  # four rows a block
     first = block(size, f32).view(4, V)
+    assert torch.equal(getattr(Noise(5), kind).next((1,), f32), first[0, :1])
     assert torch.equal(ahead.next((1, V), f32), first[:1])
     assert torch.equal(ahead.next((2, V), f32), first[1:3])
     second = block(size, f32).view(4, V)  # one row is left, two are wanted
@@ -484,6 +529,7 @@ def test_numbers_made_ahead_are_one_sequence(kind: str) -> None:
     assert (AHEAD, COINS) == (1 << 16, 1 << 12)  # what is given up depends on it, and so does what a seed means
     wide = block(7 * 2 * size, f32)  # more than a block
     assert torch.equal(ahead.next((7, 2 * size), f32), wide.view(7, 2 * size))
+    assert torch.equal(ahead.next((size,), f64), block(size, f64))  # and nothing over it
     whole = block(size // 100 * 100, f32)  # as many draws of this shape as a block holds
     for draw in range(size // 100):
         assert torch.equal(ahead.next((100,), f32), whole[100 * draw : 100 * draw + 100])

@@ -167,6 +167,7 @@ def test_the_host_programs_defaults_do_not_matter(dtype: torch.dtype) -> None:
         weights = torch.ones(1, 3, device="cpu")
         assert Randomness(1).pick(weights).device.type == "cpu"
         assert Randomness(1).flip(weights).all()
+        assert Randomness(1).flip(weights[:, :0]).device.type == "cpu"
 
 
 def test_pick_survives_noise_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
