@@ -32,7 +32,7 @@ from minispec.tree import Tree
 from minispec.verify import RULES
 
 FORMAT = "minispec-plan-1"
-CHAINS = (1, 2, 3, 4, 6, 8, 12)
+CHAINS = (1, 2, 3, 4, 6, 8, 12)  # whose yields are measured, which tell those of the lengths between
 SPAN = (2, 8)  # the chains that are timed
 NODES = (9, 17, 33)  # of the trees that are tried
 PROBE = Tree.branching([4, 3, 2])  # what acceptance by child rank is measured with
@@ -133,14 +133,15 @@ class Search:
         return replace(self.passes, draft_step=draft_step, overhead=overhead, plain_overhead=plain_overhead)
 
     def chains(self) -> list[Plan]:
-        """A chain of each length: measured yield, predicted time."""
+        """A chain of each length up to the longest of `CHAINS`: yield by what was measured, predicted time."""
         name = self.chain_rule
-        plans = [Plan(name, Tree.chain(k)) for k in CHAINS if k <= self.deepest]
+        depths = [k for k in CHAINS if k <= self.deepest]
         few = [Plan(name, Tree.chain(min(k, self.deepest))) for k in SPAN]
         costs = self.costs([drafter_of(plan, self.draft) for plan in few], [plan.tree for plan in few], name)
-        tokens = [self.tokens_per_step(drafter_of(plan, self.draft), name) for plan in plans]
-        depths = [plan.tree.max_depth for plan in plans]
-        return [self.expect(plan, costs, y) for plan, y in zip(plans, smoothed(depths, tokens), strict=True)]
+        tokens = [self.tokens_per_step(drafter_of(Plan(name, Tree.chain(k)), self.draft), name) for k in depths]
+        lengths = range(1, depths[-1] + 1)
+        yields = smoothed(depths, tokens, lengths)
+        return [self.expect(Plan(name, Tree.chain(k)), costs, y) for k, y in zip(lengths, yields, strict=True)]
 
     def tree(self) -> Plan:
         """The most promising tree by the acceptance of child ranks, then measured itself."""
@@ -199,17 +200,18 @@ class Search:
         return [statistics.median(times[1:]) for times in found]
 
 
-def smoothed(depths: Sequence[int], tokens: Sequence[float]) -> list[float]:
+def smoothed(depths: Sequence[int], tokens: Sequence[float], lengths: Sequence[int] | None = None) -> list[float]:
     """Tokens a step of chains of these lengths, less the noise of a short run: 1 + a (1 + b + ... + b^(K-1)).
 
     a is the acceptance of the first draft token, b that of each next one. Least squares, b in steps of 1/200.
+    `lengths` asks for others than those of `depths`, which `tokens` were measured with.
     """
     best = (math.inf, 0.0, 0.0)
     for b in (i / 200 for i in range(201)):
         sums = [sum(b**i for i in range(K)) for K in depths]
         a = min(max(sum(g * (y - 1) for g, y in zip(sums, tokens, strict=True)) / sum(g * g for g in sums), 0.0), 1.0)
         best = min(best, (sum((1 + a * g - y) ** 2 for g, y in zip(sums, tokens, strict=True)), a, b))
-    return [1 + best[1] * sum(best[2] ** i for i in range(K)) for K in depths]
+    return [1 + best[1] * sum(best[2] ** i for i in range(K)) for K in (depths if lengths is None else lengths)]
 
 
 def cache_folder() -> Path:

@@ -224,6 +224,24 @@ def test_smoothing_leaves_a_geometric_yield_as_it_is(first: float, next_: float)
     assert auto.smoothed([5], [3.2]) == pytest.approx([3.2], abs=1e-2)
 
 
+def test_smoothing_tells_the_lengths_between() -> None:
+    true = {k: 1 + 0.8 * sum(0.9**i for i in range(k)) for k in range(1, 17)}
+    depths = (1, 2, 3, 4, 6, 8, 12)
+    found = auto.smoothed(depths, [true[k] for k in depths], range(1, 17))
+    assert found == pytest.approx(list(true.values()), abs=1e-9)
+
+
+def test_a_length_whose_yield_was_not_measured_may_win(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
+    """Where a pass over seven tokens costs twice one over six, five guesses are best, measured or not."""
+    prices[0] = Costs({1: 1.0, 6: 1.0, 7: 2.0, 64: 2.5}, 0.01)
+    for name, lengths in (("match", (1, 3, 8)), ("block", (4, 6)), ("token", (5, 8))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(auto, "CHAINS", lengths)
+            plans = Search(*models, Sampling(), name, search_run(models[0])).chains()
+        assert [plan.tree for plan in plans] == [Tree.chain(k) for k in range(1, lengths[-1] + 1)]
+        assert max(plans, key=lambda plan: plan.speed_up).tree == Tree.chain(5)
+
+
 def test_smoothing_takes_noise_out() -> None:
     depths, generator = (1, 2, 3, 4, 6, 8, 12), torch.Generator().manual_seed(0)
     true = [1 + 0.8 * sum(0.88**i for i in range(k)) for k in depths]
