@@ -92,7 +92,10 @@ class Search:
 
     def plan(self) -> Plan:
         """The candidate with the largest predicted speed-up, or plain decoding where none gains."""
-        plans = [Plan("match", Tree.chain(0)), *self.chains()]
+        plain = Plan("match", Tree.chain(0))
+        if self.target.config.block_size < 4:
+            return plain  # a text that has no room to measure in
+        plans = [plain, *self.chains()]
         if self.tree_rule is not None:
             plans.append(self.tree())
         return max(plans, key=lambda plan: plan.speed_up)
@@ -133,13 +136,13 @@ class Search:
         return replace(self.passes, draft_step=draft_step, overhead=overhead, plain_overhead=plain_overhead)
 
     def chains(self) -> list[Plan]:
-        """A chain of each length up to the longest of `CHAINS`: yield by what was measured, predicted time."""
+        """A chain of each length up to the last of `CHAINS`: yield by what was measured, predicted time."""
         name = self.chain_rule
         depths = [k for k in CHAINS if k <= self.deepest]
         few = [Plan(name, Tree.chain(min(k, self.deepest))) for k in SPAN]
         costs = self.costs([drafter_of(plan, self.draft) for plan in few], [plan.tree for plan in few], name)
         tokens = [self.tokens_per_step(drafter_of(Plan(name, Tree.chain(k)), self.draft), name) for k in depths]
-        lengths = range(1, depths[-1] + 1)
+        lengths = range(1, min(CHAINS[-1], self.deepest) + 1)
         yields = smoothed(depths, tokens, lengths)
         return [self.expect(Plan(name, Tree.chain(k)), costs, y) for k, y in zip(lengths, yields, strict=True)]
 

@@ -47,7 +47,8 @@ class Ahead:
         if not self._pieces or self._cut != (shape, dtype):
             left = self._block[self._used :]
             if len(left) < n or left.dtype != dtype:
-                left = self._make(self._source, max(1, self._size // n) * n, dtype)
+                with torch.inference_mode(False):  # whoever draws next may want gradients
+                    left = self._make(self._source, max(1, self._size // n) * n, dtype)
             count = min(len(left) // n, CUT)
             self._block, self._used, self._cut = left, 0, (shape, dtype)
             self._pieces = list(left[: count * n].view(count, *shape))[::-1]
@@ -69,13 +70,14 @@ class Noise:
         start = position - position % size
         name = (key, start, size, V, dtype)
         if name not in self._blocks:
-            uniform = torch.empty(size, V, dtype=torch.float64, device="cpu")
-            for i in range(size):
-                self._keyed.manual_seed(mix(key, start + i))
-                uniform[i].uniform_(generator=self._keyed)
             while len(self._blocks) >= 2 * rows:  # the block of a draft's end and the one of its beginning
                 del self._blocks[next(iter(self._blocks))]
-            self._blocks[name] = exponential(uniform, dtype)
+            with torch.inference_mode(False):
+                u = torch.empty(size, V, dtype=torch.float64, device="cpu")
+                for i in range(size):
+                    self._keyed.manual_seed(mix(key, start + i))
+                    u[i].uniform_(generator=self._keyed)
+                self._blocks[name] = exponential(u, dtype)
         return self._blocks[name][position - start]
 
 

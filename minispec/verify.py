@@ -80,7 +80,7 @@ def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), so a surplus at one place repays a deficit before it. The prefix x^i
     passes with probability h_i = s_i / (s_i + 1 - w_i), s_i = sum (w_i p_{i+1} - q_{i+1})+, so that it is
     kept with probability w_i; the next token is drawn from norm((w p - q)+) at the longest prefix that passed.
-    With C_i the product of the first i ratios, C_0 = 1, all w are w_i = C_i / max(C_0, .., C_i) at once.
+    With C_i the product of the first i ratios, C_0 = 1, all w at once are w_i = C_i / max(C_0, .., C_i), by logarithms.
 
     p (B, K+1, V), q (B, K, V), drafted (B, K) -> accepted (B,) in 0..K, next token (B,). Exact; accepts at least as
     many tokens as `token` in expectation, and as many as any rule can that sees one draft.
@@ -88,9 +88,9 @@ def block(p: Tensor, q: Tensor, drafted: Tensor, rng: Rng) -> tuple[Tensor, Tens
     B, K = drafted.shape
     x = drafted.clamp(min=0)[..., None]  # (B, K, 1)
     p_x, q_x = p[:, :K].gather(2, x)[..., 0], q.gather(2, x)[..., 0]  # (B, K)
-    ratio = (p_x / q_x).masked_fill(q_x <= 0, 0.0)
-    product = torch.cat([p.new_ones(B, 1), ratio], 1).cumprod(1)  # (B, K+1): > R with a probability < 1 / R
-    w = product / product.cummax(1).values  # (B, K+1); on an Apple GPU cummax wants torch 2.9
+    gain = (p_x.log() - q_x.log()).masked_fill(q_x <= 0, -torch.inf)  # (B, K): log of the ratio, which may be any
+    total = torch.cat([p.new_zeros(B, 1), gain], 1).cumsum(1)  # (B, K+1)
+    w = (total - total.cummax(1).values).exp()  # (B, K+1); on an Apple GPU cummax wants torch 2.9
     q = torch.cat([q, q.new_zeros(B, 1, q.shape[2])], 1)  # (B, K+1, V): behind the last token h = w, as s = w there
     rest = (w[..., None] * p - q).clamp(min=0)  # (B, K+1, V)
     s = rest.sum(-1)  # (B, K+1)

@@ -242,6 +242,19 @@ def test_a_length_whose_yield_was_not_measured_may_win(models: tuple[GPT, GPT], 
         assert max(plans, key=lambda plan: plan.speed_up).tree == Tree.chain(5)
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 7, 20, 47])
+def test_short_contexts(block: int, prices: list[Costs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains as long as half of what a text has room for, measured lengths or not; no search where there is none."""
+    monkeypatch.setattr(auto, "CHAINS", (1, 2, 3, 4, 6, 8, 12))
+    pair = random_gpt(1, block=block), random_gpt(2, block=block)
+    found = Search(*pair, Sampling(), None, search_run(pair[0]))
+    if block < 4:
+        assert found.plan().plain
+    else:
+        assert [plan.tree.max_depth for plan in found.chains()] == list(range(1, max(block // 4, 1) + 1))
+        assert found.plan().tokens_per_step >= 1
+
+
 def test_smoothing_takes_noise_out() -> None:
     depths, generator = (1, 2, 3, 4, 6, 8, 12), torch.Generator().manual_seed(0)
     true = [1 + 0.8 * sum(0.88**i for i in range(k)) for k in depths]

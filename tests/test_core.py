@@ -187,6 +187,27 @@ def test_block_by_its_recursion_the_long_way(K: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("rule", [token, block])
+@pytest.mark.parametrize(
+    ("dtype", "tiny"), [(torch.float32, 1e-10), (torch.float32, 1e-30), (torch.float32, 1e-42), (torch.float64, 1e-200)]
+)
+def test_ratios_beyond_the_range_of_floats(rule: Any, dtype: torch.dtype, tiny: float) -> None:
+    """A draft that all but rules out what it drew: the product of p / q overflows, the coins are 1 all the same."""
+    p, q = torch.tensor([[1.0, tiny]], dtype=dtype), torch.tensor([[tiny, 1.0]], dtype=dtype)
+    rng = Coins(0.5)
+    accepted, _ = rule(p.expand(1, 5, 2), q.expand(1, 4, 2), torch.zeros(1, 4, dtype=torch.long), rng)
+    assert rng.probs[0].tolist() == [pytest.approx([1, 1, 1, 1], abs=1e-6)]
+    assert int(accepted) == 4
+    up_and_down = torch.tensor([[0, 1, 0, 1]])  # w = 1, tiny, 1, tiny: what was gained before is not counted twice
+    rng = Coins(0.5)
+    rule(p.expand(1, 5, 2), q.expand(1, 4, 2), up_and_down, rng)
+    assert rng.probs[0].isfinite().all()
+    law = exact_law(
+        lambda rng: int(rule(p.expand(1, 2, 2), q.expand(1, 1, 2), rng.pick(q)[:, None], rng)[1])  # the bonus, or not
+    )
+    assert law[0] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", [token, block])
 def test_a_draft_equal_to_the_target_is_accepted_whole(rule) -> None:  # type: ignore[no-untyped-def]
     """Where p = q the residual is nothing and block's h is 0 / 0; both pass. No draft at all: the bonus alone."""
     p = torch.tensor([[[0.5, 0.3, 0.2]] * 4], dtype=torch.float64)
@@ -556,6 +577,15 @@ def test_where_one_token_can_win_no_noise_is_made(rows: int, monkeypatch: pytest
         other._noise.fresh.next((rows, 50), torch.float32),
         Randomness(3, rows)._noise.fresh.next((rows, 50), torch.float32),
     )
+
+
+def test_noise_made_in_inference_mode_serves_outside_too() -> None:
+    rng, weights = Randomness(4), torch.rand(1, 9, requires_grad=True)
+    with torch.inference_mode():
+        drawn = [rng.pick(torch.rand(1, 9)), rng.pick(torch.rand(1, 9), at=[3]), rng.flip(torch.rand(1, 9))]
+    assert all(x.is_inference() for x in drawn)
+    for draw in (rng.pick(weights), rng.pick(weights, at=[3]), rng.flip(weights)):
+        assert not draw.is_inference()
 
 
 def keyed_uniforms(key: int, position: int, V: int) -> Tensor:
