@@ -29,8 +29,8 @@ CUT = 16  # handed out so many draws at a time, as one call of an operator is de
 class Ahead:
     """One endless sequence of uniforms in [0, 1), made a block of `size` numbers ahead of their use.
 
-    make: (source, n, dtype) -> what is made of its next n uniforms, (n,). The source is NumPy's SFC64 (Doty-Humphrey
-    2010), which takes half the time of torch's generator.
+    make: (source, n, dtype) -> what is made of its next n uniforms, (n,). The source is NumPy's SFC64 (Doty-Humphrey),
+    which is quicker than torch's generator.
     """
 
     def __init__(self, seed: int, size: int, make: Callable[[np.random.Generator, int, torch.dtype], Tensor]) -> None:
