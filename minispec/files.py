@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 FORMAT = "minispec-pair-1"
 CONFIG = "config.json"
+SCALE = ".scale"  # behind a matrix's name: its rows' scales
 AGAIN = "fetch the file again (a fresh clone or install has it), or train a pair: see README"
 
 
@@ -88,6 +90,37 @@ def put_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
         save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, str(path), dict(metadata or {}))
     except SafetensorError as error:
         raise OSError(f"{path}: cannot be written ({error})") from None
+
+
+def stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights as a file holds them: in `dtype`, or as 8-bit integers if that is `torch.int8`.
+
+    Then a matrix (R, C) becomes the integers round(w / scale) in -127..127 and, as `<name>.scale`, a scale a row (R,),
+    its largest magnitude / 127; vectors, which are few, stay float32.
+    """
+    if dtype != torch.int8:
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    held = {}
+    for name, tensor in tensors.items():
+        held[name] = tensor.float()
+        if tensor.ndim == 2:
+            scale = (held[name].abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # (R,)
+            held |= {name: (held[name] / scale[:, None]).round().to(torch.int8), f"{name}{SCALE}": scale}
+    return held
+
+
+def restored(path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The float32 weights of `stored` ones. ValueError names a matrix of integers without a scale for each row."""
+    tensors = {}
+    for name, tensor in held.items():
+        if tensor.dtype == torch.int8:
+            scale = held.get(f"{name}{SCALE}")
+            if tensor.ndim != 2 or scale is None or scale.shape != tensor.shape[:1]:
+                raise ValueError(f"{path}: tensor {name!r} is of 8-bit integers without a scale for each row; {AGAIN}")
+            tensors[name] = tensor.float() * scale.float()[:, None]
+        elif held.get(name.removesuffix(SCALE), tensor).dtype != torch.int8:
+            tensors[name] = tensor.float()
+    return tensors
 
 
 def check_tensors(path: Path, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -27,8 +27,10 @@ from minispec.files import (
     check_tensors,
     put_tensors,
     read_config,
+    restored,
     section,
     sha256,
+    stored,
     verified,
     write_text,
 )
@@ -136,8 +138,9 @@ def _load_model(root: Path, name: str, config: Mapping[str, Any], tokenizer: Tok
             model = GPT(built)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{root / CONFIG}: section {name!r}: {error}; {AGAIN}") from None
+    tensors = restored(path, tensors)
     check_tensors(path, model.state_dict(), tensors)
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+    model.load_state_dict(tensors, assign=True)
     model.end_of_text = tokenizer.end_of_text
     return model.eval().requires_grad_(False)
 
@@ -161,7 +164,7 @@ def save_model(
     training: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a model to a pair's folder as `<name>.safetensors` in `dtype`, with its checksum and how it was trained.
+    """Add a model to a pair's folder as `<name>.safetensors` in `dtype` (`stored`), with its checksum and its history.
 
     config: what the folder's `config.json` is to say of all else; default what it says now.
 
@@ -174,7 +177,7 @@ def save_model(
     if vocabulary != model.config.vocab_size:
         raise ValueError(f"the tokenizer has {vocabulary} tokens, the model's vocab_size is {model.config.vocab_size}")
     with atomic(root / CONFIG) as about, atomic(root / file) as weights:
-        put_tensors(weights, {key: tensor.to(dtype) for key, tensor in model.state_dict().items()})
+        put_tensors(weights, stored(model.state_dict(), dtype))
         config[name] = asdict(model.config) | ({"training": dict(training)} if training else {})
         config["sha256"][file] = sha256(weights)
         about.write_bytes(json.dumps(config, indent=2).encode("utf-8") + b"\n")

@@ -59,6 +59,67 @@ def test_round_trip(made: Path) -> None:
     }
 
 
+def test_weights_of_8_bits_are_within_half_a_level(made: Path, tmp_path: Path) -> None:
+    root = tmp_path / "pair"
+    shutil.copytree(made, root)
+    model = small(3)
+    with torch.no_grad():
+        model.h[0].mlp.c_fc.weight[0] = 0.0  # a row without a largest number
+        model.ln_f.weight[0] = 1 / 3
+    save_model(root, "target", model, dtype=torch.int8)
+    target = load_pair(root).target
+    for name, weight in model.state_dict().items():
+        found = target.state_dict()[name]
+        if weight.ndim == 2:
+            level = weight.abs().amax(1, keepdim=True) / 127
+            assert ((found - weight).abs() <= level * 0.5001).all(), name
+            assert (found.abs().amax(1, keepdim=True) - 127 * level).abs().max() < 1e-6, name  # the largest are exact
+        else:
+            assert torch.equal(found, weight), name
+    before = (root / "target.safetensors").read_bytes()
+    save_model(root, "target", target, dtype=torch.int8)  # what was read is what is written
+    assert load_pair(root).target.state_dict().keys() == target.state_dict().keys()
+    assert (root / "target.safetensors").read_bytes() == before
+    held = load_file(root / "target.safetensors")
+    assert {tensor.dtype for tensor in held.values() if tensor.ndim == 2} == {torch.int8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.pop("wte.weight.scale"),
+        lambda t: t.update({"wte.weight.scale": torch.ones(5)}),
+        lambda t: t.update({"wte.weight": t["wte.weight"][0].contiguous()}),
+    ],
+)
+def test_8_bit_weights_without_their_scales_are_refused(
+    made: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    root = tmp_path / "pair"
+    shutil.copytree(made, root)
+    save_model(root, "target", small(3), dtype=torch.int8)
+    tensors = load_file(root / "target.safetensors")
+    change(tensors)
+    save_file(tensors, root / "target.safetensors")
+    rehash(root)
+    with pytest.raises(
+        ValueError, match=r"target\.safetensors: tensor 'wte\.weight' is of 8-bit integers without a scale"
+    ):
+        load_pair(root)
+
+
+def test_a_scale_without_its_matrix_is_refused(made: Path, tmp_path: Path) -> None:
+    root = tmp_path / "pair"
+    shutil.copytree(made, root)
+    tensors = load_file(root / "target.safetensors")
+    save_file(tensors | {"wte.weight.scale": torch.ones(257)}, root / "target.safetensors")
+    rehash(root)
+    with pytest.raises(
+        ValueError, match=r"tensor 'wte\.weight\.scale' is \(257,\), config\.json asks for no such tensor"
+    ):
+        load_pair(root)
+
+
 def test_loading_leaves_the_global_generator_alone(made: Path) -> None:
     before = torch.get_rng_state()
     load_pair(made)

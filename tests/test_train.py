@@ -166,10 +166,33 @@ def test_growing_keeps_the_function() -> None:
     for grown in (wide, deep):
         assert (grown(batch) - model(batch)).abs().max() < 1e-5  # the grown weights pass through float32
     assert grow(model, deep.config).config == deep.config
-    with pytest.raises(ValueError, match="does not lead to"):
-        grow(model, replace(model.config, n_embd=48))
+    with pytest.raises(ValueError, match="heads of the same size"):
+        grow(model, replace(model.config, n_embd=48, n_head=2))
     c_fc = wide.h[0].mlp.c_fc.weight
     assert (c_fc[:, :16] - c_fc[:, 16:]).abs().max() > 1e-3  # the copies are not equal for ever
+
+
+@pytest.mark.parametrize("width", [24, 40])  # half as wide again; doubled, and a half head more
+def test_growing_by_less_than_double_keeps_the_function(width: int) -> None:
+    model = random_gpt(3, vocab=50, block=20, width=16, heads=2, scale=0.3)
+    with torch.no_grad():  # trained models have norms and biases of their own, and a stream whose mean is not 0
+        for name, parameter in model.named_parameters():
+            parameter += (
+                0.1
+                if name.endswith("bias")
+                else 0.02 * torch.arange(float(len(parameter)))[(...,) + (None,) * (parameter.ndim - 1)]
+            )
+    config = replace(model.config, n_embd=width, n_head=width // 8)
+    wide = grow(model, config).double()
+    assert wide.config == config
+    batch = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(0))
+    want = model.double()(batch)
+    assert (wide(batch) - want).abs().max() < 1e-3 * want.abs().max()  # LayerNorm's epsilon weighs more
+    loss = wide(batch).logsumexp(-1).sum()
+    loss.backward()
+    fresh = wide.h[0].mlp.c_proj.weight.grad
+    assert fresh is not None
+    assert fresh[:, 64:].abs().min() > 0  # what is not read yet learns to be
 
 
 def test_bits_per_byte_of_known_models() -> None:
@@ -227,6 +250,7 @@ def test_from_text_to_a_pair_that_generates(tmp_path: Path, capsys: pytest.Captu
     assert out.startswith("The fox")
     assert "8 tokens," in out
     grown = ["--size", "target", "--width", "32", "--steps", "2", "--grow-from", f"{pair}/draft.checkpoint"]
+    grown += ["--store", "int8"]
     shape[shape.index("--heads") + 1] = "4"
     assert main(["train", folder, *grown, *shape, "--checkpoint", f"{pair}/grown.checkpoint"]) == 0
     assert load_pair(pair).target.config.n_head == 4

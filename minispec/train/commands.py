@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from minispec.files import CONFIG, check_writable, read_config
+from minispec.files import CONFIG, check_writable, read_config, restored, stored
 from minispec.model import GPT, GPTConfig
 from minispec.pair import TOKENIZER, read_tokenizer, save_model, save_tokenizer
 from minispec.train.bpe import train_tokenizer
@@ -25,6 +25,7 @@ SIZES: dict[str, tuple[Any, ...]] = {  # layers, heads, width, peak learning rat
     "target": (8, 8, 512, 6e-4),
     "draft": (2, 4, 128, 4e-3),
 }
+STORES = ("float32", "bfloat16", "int8")
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,7 +46,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     lm.add_argument("--batch", type=int, default=8, help="windows a step (default 8)")
     lm.add_argument("--lr", type=float, help="peak learning rate, where the size's own is not wanted")
     lm.add_argument("--decay", type=float, default=0.3, help="share of the run in which the rate falls (default 0.3)")
-    lm.add_argument("--grow-from", type=Path, metavar="CHECKPOINT", help="start from a smaller model, doubled in size")
+    lm.add_argument(
+        "--grow-from", type=Path, metavar="CHECKPOINT", help="start from a smaller model, made wider or deeper"
+    )
+    lm.add_argument("--store", choices=STORES, default="bfloat16", help="weights in the file (default bfloat16)")
     lm.add_argument("--schedule", choices=("trapezoid", "cosine"), default="trapezoid")
     lm.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     lm.add_argument("--seed", type=int, default=0)
@@ -95,9 +99,12 @@ def run_train(args: argparse.Namespace) -> None:
     with progress(f"training {args.size}", args.batch * args.block_size) as on_step:
         options = {"checkpoint": checkpoint, "save_every": args.save_every, "validate": validate, "on_step": on_step}
         state = train(model, tokens, recipe, **options)
+    store = getattr(torch, args.store)
+    model.load_state_dict(restored(args.pair, stored(model.state_dict(), store)))  # as it will be read
     final = bits_per_byte(model, held_out, lengths, windows=400)
     about = {"steps": state.step, "seconds": round(state.seconds), "tokens": state.step * args.batch * args.block_size}
     shape = f"{config.n_layer} x {config.n_embd}"
     stages = [{"name": f"cross-entropy, {shape}", "curve": state.history}]
-    save_model(args.pair, args.size, model, training=about | {"bits_per_byte": round(final, 4), "stages": stages})
+    about |= {"bits_per_byte": round(final, 4), "stages": stages}
+    save_model(args.pair, args.size, model, dtype=store, training=about)
     print(f"{args.pair / args.size}.safetensors: {state.step} steps, {final:.3f} bits per byte on held-out text")
