@@ -166,8 +166,9 @@ def test_growing_keeps_the_function() -> None:
     for grown in (wide, deep):
         assert (grown(batch) - model(batch)).abs().max() < 1e-5  # the grown weights pass through float32
     assert grow(model, deep.config).config == deep.config
-    with pytest.raises(ValueError, match="heads of the same size"):
-        grow(model, replace(model.config, n_embd=48, n_head=2))
+    for width, heads in ((48, 2), (20, 2), (8, 1)):  # other sizes of heads, or less than there is
+        with pytest.raises(ValueError, match="heads of the same size"):
+            grow(model, replace(model.config, n_embd=width, n_head=heads))
     c_fc = wide.h[0].mlp.c_fc.weight
     assert (c_fc[:, :16] - c_fc[:, 16:]).abs().max() > 1e-3  # the copies are not equal for ever
 

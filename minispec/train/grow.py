@@ -99,9 +99,10 @@ def deepen(model: GPT) -> GPT:
 def grow(model: GPT, config: GPTConfig, seed: int = 0) -> GPT:
     """The model grown to `config`. ValueError for heads of another size, or a depth that doubling does not give."""
     grown = model
-    while 2 * grown.config.n_embd <= config.n_embd:
+    same = config.n_embd * model.config.n_head == model.config.n_embd * config.n_head  # the size of heads
+    while same and 2 * grown.config.n_embd <= config.n_embd:
         grown = widen(grown, seed=seed)
-    if grown.config.n_embd < config.n_embd:
+    if same and grown.config.n_embd < config.n_embd:
         grown = fill_up(grown, config.n_embd, seed)
     while grown.config.n_layer < config.n_layer:
         grown = deepen(grown)
