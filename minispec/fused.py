@@ -22,21 +22,25 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registry
 
 from minispec.cache import KVCache
-from minispec.linear import LEAST, Packed, in_training, plain, watched
+from minispec.linear import FEW, LEAST, Halves, Packed, in_training, multiply, multiply_few, plain, watched
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (R, in) times `weight` (out, in), packed or not."""
+def linear(x: Tensor, weight: Tensor, half: Halves | None, bias: Tensor) -> Tensor:
+    """x (R, in) times `weight` (out, in), as `Packed` keeps it, plus bias (out,)."""
+    if half is not None:
+        return multiply(x, half, bias)
+    if weight.dtype == torch.uint8:
+        return multiply_few(x, weight, bias)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(x, weight, bias)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear_gelu(x: Tensor, weight: Tensor, half: Halves | None, bias: Tensor) -> Tensor:
     """GELU (tanh) of the same."""
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "tanh")  # type: ignore[no-any-return]
-    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    return F.gelu(linear(x, weight, half, bias), approximate="tanh")
 
 
 def attend(
@@ -59,6 +63,7 @@ def stack(
     tokens: Tensor,
     positions: Tensor | None,
     weights: list[Tensor],
+    halves: list[Halves | None],
     kv: Tensor,
     start: int,
     rows: Tensor | None,
@@ -69,9 +74,9 @@ def stack(
 ) -> Tensor:
     """Logits (B, T, V) of `tokens` (B, T) at `positions` (B, T), or at start..start + T - 1.
 
-    `weights` are those of `keep`. kv (L, 2, B, H, S, D), start, rows and slots are a `KVCache`'s between `begin_write`
-    and `end_write`, mask (B or 1, 1, T, S) is what that returned. Linear layers get at least `least` rows, as
-    `Packed.linear` sees to in each of them.
+    `weights` and `halves` are those of `keep`. kv (L, 2, B, H, S, D), start, rows and slots are a `KVCache`'s between
+    `begin_write` and `end_write`, mask (B or 1, 1, T, S) is what that returned. Linear layers get at least `least`
+    rows, as `Packed.linear` sees to in each of them.
     """
     B, T = tokens.shape[0], tokens.shape[1]
     where = weights[1].narrow(0, start, T) if positions is None else F.embedding(positions, weights[1])
@@ -83,12 +88,13 @@ def stack(
         mask = x.new_zeros(mask.shape).masked_fill_(mask.logical_not(), float("-inf"))
     for layer in range(kv.shape[0]):
         w = weights[2 + 12 * layer : 14 + 12 * layer]  # two norms, four linear layers, a weight and a bias each
-        qkv = linear(F.layer_norm(x, [C], w[0], w[1]), w[2], w[3])
+        h = halves[4 * layer : 4 * layer + 4]
+        qkv = linear(F.layer_norm(x, [C], w[0], w[1]), w[2], h[0], w[3])
         y = attend(qkv[:R].view(B, T, 3 * C), kv[layer], start, rows, slots, mask, heads)
-        x = x + linear(torch.cat([y, more]) if few else y, w[4], w[5])
-        x = x + linear(linear_gelu(F.layer_norm(x, [C], w[6], w[7]), w[8], w[9]), w[10], w[11])
-    x = F.layer_norm(x, [C], weights[-3], weights[-2])
-    return linear(x, weights[-1], None)[:R].view(B, T, -1)
+        x = x + linear(torch.cat([y, more]) if few else y, w[4], h[1], w[5])
+        x = x + linear(linear_gelu(F.layer_norm(x, [C], w[6], w[7]), w[8], h[2], w[9]), w[10], h[3], w[11])
+    x = F.layer_norm(x, [C], weights[-4], weights[-3])
+    return linear(x, weights[-2], halves[-1], weights[-1])[:R].view(B, T, -1)
 
 
 @functools.cache
@@ -99,7 +105,7 @@ def compiled() -> Callable[..., Tensor] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch would rather see models compiled by a C++ compiler
-            return torch.jit.script(stack)
+            return torch.jit.script(stack)  # type: ignore[no-any-return]
     except Exception:
         return None
 
@@ -108,6 +114,7 @@ class Kept(NamedTuple):
     """The weights as `stack` takes them, and all that must still be so for them to be right."""
 
     weights: list[Tensor]
+    halves: list[Any]  # of each linear layer, in order, the copy that is no tensor, or None
     packed: list[Packed]
     copies: list[Any]  # what each of them keeps
     originals: list[Tensor]  # the weights that they are copies of
@@ -121,6 +128,7 @@ class Kept(NamedTuple):
     sizes: list[int]
     hooks: list[dict[int, Any]]  # all empty
     least: int = 1  # rows that fewer are filled up to
+    most: int = sys.maxsize  # rows beyond which the modules take other copies
 
     def fresh(self) -> bool:
         """Whether this is still the model: some 0.1 ms with 8 layers, all of them out of the processor's caches."""
@@ -139,10 +147,11 @@ KEPT, ADDRESS, VERSION = operator.attrgetter("kept"), Tensor.data_ptr, operator.
 
 def keep(model: Any) -> Kept:
     """Look up what a fused pass of this GPT needs."""
-    kept = Kept([model.wte.weight, model.wpe.weight], [], [], [], [], [], [], [], [], [], [], [], [])
+    kept = Kept([model.wte.weight, model.wpe.weight], [], [], [], [], [], [], [], [], [], [], [], [], [])
 
     def copy(weight: Tensor, by: Packed) -> Tensor:
         copy = by.of(weight)
+        kept.halves.append(None if isinstance(copy, Tensor) else copy)
         kept.packed.append(by)
         kept.copies.append(by.kept)
         kept.originals.append(weight)
@@ -150,7 +159,7 @@ def keep(model: Any) -> Kept:
         if not weight.is_inference():
             kept.counting.append(weight)
             kept.versions.append(weight._version)
-        return copy
+        return copy if isinstance(copy, Tensor) else weight
 
     for block in model.h:
         attention, mlp = (block.attn.c_attn, block.attn.c_proj), (block.mlp.c_fc, block.mlp.c_proj)
@@ -158,7 +167,8 @@ def keep(model: Any) -> Kept:
             kept.weights.extend((norm.weight, norm.bias))
             for layer in layers:
                 kept.weights.extend((copy(layer.weight, layer.packed), layer.bias))
-    kept.weights.extend((model.ln_f.weight, model.ln_f.bias, copy(model.wte.weight, model.head)))
+    no_bias = torch.zeros(len(model.wte.weight), dtype=torch.float32)
+    kept.weights.extend((model.ln_f.weight, model.ln_f.bias, copy(model.wte.weight, model.head), no_bias))
 
     kept.hooks.extend((registry._global_forward_hooks, registry._global_forward_pre_hooks))
     for module in model.modules():
@@ -169,7 +179,9 @@ def keep(model: Any) -> Kept:
         kept.spaces.append(vars(module))
         kept.sizes.append(len(vars(module)))
         kept.hooks.extend((module._forward_hooks, module._forward_pre_hooks))
-    return kept._replace(least=LEAST if any(weight.is_mkldnn for weight in kept.weights) else 1)
+    if any(weight.is_mkldnn for weight in kept.weights):
+        kept = kept._replace(least=LEAST)
+    return kept._replace(most=FEW) if any(weight.dtype is torch.uint8 for weight in kept.weights) else kept
 
 
 class Fused:
@@ -197,11 +209,11 @@ class Fused:
         run = compiled()
         if run is None or type(cache) is not KVCache or not usable(tokens, model.wte.weight):
             return None
-        if (kept := self.look(model)) is None:
+        if (kept := self.look(model)) is None or tokens.numel() > kept.most:
             return None
         place = (cache.kv, max(cache.lengths), cache.rows, cache.slots)
         try:
-            return run(tokens, positions, kept.weights, *place, mask, model.config.n_head, kept.least)
+            return run(tokens, positions, kept.weights, kept.halves, *place, mask, model.config.n_head, kept.least)
         except RuntimeError:
             return None
 

@@ -1,10 +1,11 @@
 """Linear layers at the speed of memory: on a CPU each weight is copied once into the form that is quickest to read.
 
 A pass over a few tokens reads every weight once and computes little. The usual kernel reads a large row-major weight at
-a third of the memory's speed; packed for oneDNN, one row runs several times as fast, and eight take hardly longer,
-which decides whether speculation pays on a CPU. Where a weight is too small for that call, as those of a small draft,
-the usual kernel takes less time if it lies in memory by columns. Everything else (training, float64, GPUs, tiny
-weights, large ones where torch lacks the operator) takes `F.linear` and the weight itself.
+a third of the memory's speed; packed, one row runs several times as fast, and eight take hardly longer, which decides
+whether speculation pays on a CPU. Weights that half precision holds as they are, as all do that a file kept in 16 bits,
+are packed in half precision and multiplied in float32 (FBGEMM, x86 only): half the bytes, the same product. Other large
+weights are packed for oneDNN, and other small ones, as those of a draft, lie in memory by columns. Everything else
+(training, float64, GPUs, tiny weights, large ones where torch lacks the operators) takes `F.linear` and the weight.
 
 A copy is made anew when its weight has changed. Only what torch itself does not see leaves no trace: numbers written in
 place through `.data` or an array that shares them, or into a large weight that was made in inference mode, as those do
@@ -13,6 +14,8 @@ not count their changes. Say `model.float()` after it.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +28,11 @@ LARGE, WIDE = 1 << 18, 256  # elements, and the shorter side, from which packing
 TINY = 1 << 14  # elements below which no copy is made
 transformed: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
-LEAST = 4  # rows that fewer are filled up to: oneDNN is slower with one, two or three than with four
+AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+LEAST = 4 if AVX512 else 1  # rows that fewer are filled up to: with AVX-512 oneDNN is slower with one than with four
+HALF = not AVX512  # whether half precision is used: with AVX-512 oneDNN's copies are as measured, these are not yet
+FEW = 64  # rows up to which a small weight in half precision is quicker: its operator uses one thread
+ROUNDING = 2.0**-25  # of numbers below 2^-14 in half precision; no more than a sum of products in float32 loses
 
 
 def available() -> bool:
@@ -36,6 +43,52 @@ def available() -> bool:
 
 
 AVAILABLE = available()
+Halves: Any = torch.classes.quantized.LinearPackedParamsBase  # a large weight in half precision
+
+
+def multiply(x: Tensor, copy: Halves, bias: Tensor | None) -> Tensor:
+    """x (R, in) times a large weight's copy in half precision, plus bias (out,)."""
+    y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, copy)
+    return y if bias is None else y.add_(bias)
+
+
+def multiply_few(x: Tensor, copy: Tensor, bias: Tensor) -> Tensor:
+    """x (R, in) times a small weight's copy in half precision, plus bias (out,)."""
+    return torch.fbgemm_linear_fp16_weight_fp32_activation(x, copy, bias)
+
+
+if not hasattr(torch, "fbgemm_linear_fp16_weight_fp32_activation"):
+    multiply_few = F.linear  # type: ignore[assignment]  # torch means to remove it: no weight is copied for it then
+
+
+def pack_half(weight: Tensor) -> Any:
+    """A copy in half precision: of a large weight an object of torch's, of a small one a tensor (uint8) around one."""
+    if large(weight):
+        return torch.ops.quantized.linear_prepack_fp16(weight, None)
+    return torch.fbgemm_pack_gemm_matrix_fp16(weight)
+
+
+@functools.cache
+def halves() -> tuple[bool, bool]:
+    """Whether torch has the operators for small weights, and those for large ones: they are asked."""
+    x, found = torch.ones(1, WIDE, dtype=torch.float32), []
+    for out in (1, LARGE // WIDE):
+        weight = torch.ones(out, WIDE, dtype=torch.float32)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the small one is deprecated: without it, weights lie by columns
+                copy = pack_half(weight)
+                y = multiply_few(x, copy, weight[:, 0]) if out == 1 else multiply(x, copy, None)
+            found.append(bool((y == WIDE + (out == 1)).all()))
+        except (AttributeError, RuntimeError):
+            found.append(False)
+    return found[0], found[1]
+
+
+def halved(weight: Tensor) -> bool:
+    """Whether half precision holds this weight, and torch multiplies it so."""
+    exact = HALF and halves()[large(weight)] and (weight.half().float() - weight).abs().max() <= ROUNDING
+    return bool(exact)  # not for NaN, nor beyond 65504
 
 
 class Packed:
@@ -45,7 +98,7 @@ class Packed:
 
     def __init__(self) -> None:
         # the weight, its version, its numbers (lest their place be given to another's), its copy: a tuple, for threads
-        self.kept: tuple[Tensor, int, Tensor, Tensor] | None = None
+        self.kept: tuple[Tensor, int, Tensor, Any] | None = None
 
     def __deepcopy__(self, memo: Any) -> Packed:
         return Packed()
@@ -57,17 +110,19 @@ class Packed:
         """Forget the copy."""
         self.kept = None
 
-    def of(self, weight: Tensor) -> Tensor:
+    def of(self, weight: Tensor) -> Any:
         """The copy of `weight` (out, in), made now if there is none or the weight has changed since.
 
-        Packed for oneDNN (`is_mkldnn`) if it is large, else the same matrix, column by column in memory. The weight
-        itself where no copy pays, or where it might change unseen.
+        In half precision (`pack_half`) if that holds it. Else packed for oneDNN (`is_mkldnn`) if it is large, or the
+        same matrix column by column in memory. The weight itself where no copy pays, or where it might change unseen.
         """
         version, kept = 0 if weight.is_inference() else weight._version, self.kept
         if kept is None or kept[0] is not weight or kept[1] != version or kept[2].data_ptr() != weight.data_ptr():
             data = weight.detach()
             if not copied(weight) or weight.is_shared():  # type: ignore[no-untyped-call]  # by another process
-                copy = weight
+                copy: Any = weight
+            elif halved(data) and (large(weight) or not weight.is_inference()):
+                copy = pack_half(data)
             elif large(weight):
                 copy = torch.ops.mkldnn._reorder_linear_weight(data, ROWS)
             else:
@@ -80,14 +135,25 @@ class Packed:
         if not usable(x, weight, bias) or not copied(weight):
             self.clear()  # a fused optimizer changes weights without a trace, but not without a training pass
             return gelu(F.linear(x, weight, bias), activation)
-        if not (copy := self.of(weight)).is_mkldnn:
-            return gelu(F.linear(x, copy, bias), activation)
-        algorithm = "" if activation == "none" else "tanh"
-        rows = x.reshape(-1, x.shape[-1])  # (R, in)
+        copy, rows = self.of(weight), x.reshape(-1, x.shape[-1])  # (R, in)
         R = len(rows)
-        rows = F.pad(rows, (0, 0, 0, LEAST - R)) if R < LEAST else rows
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, copy, bias, activation, [], algorithm)
-        return out[:R].view(*x.shape[:-1], out.shape[-1])
+        if not isinstance(copy, Tensor):
+            out = gelu(multiply(rows, copy, bias), activation)
+        elif copy.is_mkldnn:
+            rows = F.pad(rows, (0, 0, 0, LEAST - R)) if R < LEAST else rows
+            algorithm = "" if activation == "none" else "tanh"
+            out = torch.ops.mkldnn._linear_pointwise(rows, copy, bias, activation, [], algorithm)[:R]
+        elif copy.dtype is torch.uint8 and R <= FEW:
+            out = gelu(multiply_few(rows, copy, x.new_zeros(len(weight)) if bias is None else bias), activation)
+        else:
+            return gelu(F.linear(x, weight if copy.dtype is torch.uint8 else copy, bias), activation)
+        return out.view(*x.shape[:-1], len(weight))
+
+    def size(self, weight: Tensor) -> int:
+        """Bytes that a product with this weight reads."""
+        copy = weight if self.kept is None or self.kept[0] is not weight else self.kept[3]
+        half = not isinstance(copy, Tensor) or copy.dtype is torch.uint8
+        return weight.numel() * (2 if half else weight.element_size())
 
 
 def gelu(y: Tensor, activation: str) -> Tensor:

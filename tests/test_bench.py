@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from test_tokenizer import BYTES, PATTERN, SPECIAL, Tokenizer
 from minispec import Pair, Sampling, Tree, auto, generate
 from minispec.bench import machine, timing
 from minispec.bench.machine import bytes_read, emulate_layers, memory_times, middle, read_bandwidth, shares
+from minispec.bench.report import describe
 from minispec.bench.setups import Setup, model_setup
 from minispec.bench.timing import Predictor, once, one_round, timings
 from minispec.cli import main
 from minispec.cost import ownership
+from minispec.linear import halves
 from minispec.pair import save_model, save_tokenizer
 from minispec.planner import Costs
 
@@ -153,10 +156,29 @@ def test_emulated_layers_change_nothing_but_the_cost() -> None:
 def test_bytes_of_a_pass_are_all_weights_but_the_positions() -> None:
     model = random_gpt(1)
     assert bytes_read(model) == 8 * (sum(p.numel() for p in model.parameters()) - model.wpe.weight.numel())
+    assert bytes_read(model, held=True) == bytes_read(model)  # float64 is read as it is
     assert read_bandwidth(torch.device("cpu"), repeats=1) > 0
     passes, reads = memory_times(model, repeats=3)
     assert (len(passes), len(reads)) == (6, 3)
     assert min(passes + reads) > 0
+
+
+def test_bytes_as_held_are_half_where_half_precision_holds_the_weights(
+    shipped: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, seconds = Costs({1: 2e-3, 32: 4e-3}, 1e-4), [2e-3, 2e-3]
+    for half in (True, False):
+        monkeypatch.setattr("minispec.linear.HALF", half)
+        target = copy.deepcopy(shipped.target)
+        weights = bytes_read(target)
+        assert bytes_read(target, held=True) == weights  # nothing is copied yet
+        memory_times(target, repeats=1)
+        held = bytes_read(target, held=True)
+        matrices = sum(p.numel() for p in target.parameters() if p.ndim == 2) - target.wpe.weight.numel()
+        assert held == weights - (2 * matrices if half and all(halves()) else 0)
+        text = describe(costs, weights, held, seconds, [1e-3])
+        assert "105 MB of weights at 52.5 GB/s, 50 % of a plain read" in text
+        assert ("as held, 53 MB in half precision, 25 %" in text) == (held < weights)
 
 
 def test_expectations_are_the_median_of_what_was_measured_after_each_round(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import platform
 
 import pytest
 import torch
@@ -11,12 +12,26 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minispec import GPT, GPTConfig, KVCache
-from minispec.linear import AVAILABLE, LARGE, TINY, Linear
+from minispec.linear import AVAILABLE, FEW, LARGE, ROUNDING, TINY, Linear, halves
+
+
+@pytest.fixture(autouse=True, params=["float32", "half"])
+def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Weights that need float32, then such as half precision holds, where that is tried on every machine."""
+    monkeypatch.setattr("minispec.linear.HALF", True)
+    monkeypatch.setattr("test_linear.rounded", lambda w: w.bfloat16().float() if request.param == "half" else w)
+    return str(request.param)
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def layer(out: int = 1024, width: int = 256) -> Linear:
     torch.manual_seed(0)
-    return Linear(width, out).requires_grad_(False)
+    linear = Linear(width, out).requires_grad_(False)
+    linear.weight.copy_(rounded(linear.weight))
+    return linear
 
 
 def copied(linear: Linear) -> bool:
@@ -24,19 +39,28 @@ def copied(linear: Linear) -> bool:
 
 
 def packed(linear: Linear) -> bool:
-    return copied(linear) and linear.packed.of(linear.weight).is_mkldnn
+    return copied(linear) and (halved(linear) or linear.packed.of(linear.weight).is_mkldnn)
+
+
+def halved(linear: Linear) -> bool:
+    copy = linear.packed.of(linear.weight)
+    return not isinstance(copy, torch.Tensor) or copy.dtype is torch.uint8
 
 
 @pytest.mark.parametrize("shape", [(256,), (1, 256), (2, 1, 256), (2, 40, 256)])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
-def test_smaller_weights_lie_by_columns(shape: tuple[int, ...], activation: str) -> None:
+def test_smaller_weights_lie_by_columns_or_in_half_precision(
+    shape: tuple[int, ...], activation: str, precision: str
+) -> None:
     linear, x = layer(100), torch.randn(shape, generator=torch.Generator().manual_seed(1))
     got = linear(x) if activation == "none" else linear.gelu(x)
     want = F.linear(x, linear.weight, linear.bias)
     want = want if activation == "none" else F.gelu(want, approximate="tanh")
-    copy = linear.packed.of(linear.weight)
-    assert (copy.shape, copy.stride()) == ((100, 256), (1, 100))
-    assert torch.equal(copy, linear.weight)
+    assert halved(linear) == (precision == "half" and halves()[0])
+    if not halved(linear):
+        copy = linear.packed.of(linear.weight)
+        assert (copy.shape, copy.stride()) == ((100, 256), (1, 100))
+        assert torch.equal(copy, linear.weight)
     assert got.shape == want.shape
     assert (got - want).abs().max() < 1e-5
 
@@ -52,13 +76,90 @@ def test_without_onednn_large_weights_are_left_as_they_are(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 8, 9, 33, 200])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
-def test_packed_equals_plain(rows: int, activation: str) -> None:
+def test_packed_equals_plain(rows: int, activation: str, precision: str) -> None:
     linear, x = layer(), torch.randn(2, rows, 256, generator=torch.Generator().manual_seed(rows))
     got = linear(x) if activation == "none" else linear.gelu(x)
     want = F.linear(x, linear.weight, linear.bias)
     want = want if activation == "none" else F.gelu(want, approximate="tanh")
     assert packed(linear) == AVAILABLE
+    assert halved(linear) == (precision == "half" and halves()[1] and AVAILABLE)
     assert (got - want).abs().max() < 1e-5
+
+
+def test_half_precision_where_a_machine_has_it() -> None:
+    """torch for x86 has both operators; elsewhere nothing is asked of them."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64") and "fbgemm" in torch.backends.quantized.supported_engines
+    assert halves() == (x86, x86)
+
+
+@pytest.mark.parametrize("out", [1024, 100])
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        (2.0**-13 * (1 + 2**-10), True),  # 11 binary digits, as half precision has
+        (2.0**-13 * (1 + 2**-11), False),
+        (1 / 3, False),
+        (65504.0, True),
+        (65536.0, False),
+        (2.0**-15 * (1 + 2**-9), True),  # below 2^-14 it has fewer
+        (2.0**-20 * 1.1, True),  # not to the last digit, but nearer than ROUNDING
+        (1e-30, True),
+        (float("nan"), False),
+        (float("inf"), False),
+    ],
+)
+def test_only_what_half_precision_holds_is_kept_in_it(value: float, held: bool, out: int, precision: str) -> None:
+    linear = layer(out)
+    linear.weight[3, 5] = value
+    got, want = linear(x := torch.ones(2, 256)), F.linear(torch.ones(2, 256), linear.weight, linear.bias)
+    assert halved(linear) == (held and precision == "half" and halves()[out == 1024] and AVAILABLE)
+    assert linear.weight[3, 5] == value or value != value
+    assert torch.allclose(got, want, 1e-5, 1e-5, equal_nan=True)
+    assert torch.allclose(linear.gelu(x), F.gelu(want, approximate="tanh"), 1e-5, 1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("out", [1024, 100])
+def test_nothing_is_rounded_but_sums_and_the_tiniest_weights(out: int) -> None:
+    linear, rows = layer(out), torch.eye(256)[:8]
+    linear.bias.zero_()
+    assert torch.equal(linear(rows), linear.weight[:, :8].t())
+    linear.weight[:, ::2] *= 2.0**-18  # half precision has few digits left for these
+    assert 0 < (linear(rows) - linear.weight[:, :8].t()).abs().max() <= ROUNDING < 1e-7 or not halved(linear)
+    x = torch.randn(9, 2048, generator=torch.Generator().manual_seed(1))
+    linear = layer(out, 2048)  # a long sum
+    true = F.linear(x.double(), linear.weight.double(), linear.bias.double())
+    assert (linear(x) - true).abs().max() < 1e-5
+
+
+def test_many_rows_of_a_small_layer_take_the_usual_kernel() -> None:
+    linear, x = layer(100), torch.randn(FEW + 1, 256)
+    assert torch.allclose(linear(x), F.linear(x, linear.weight, linear.bias), 0, 1e-5)
+    if halved(linear):
+        assert torch.equal(linear(x), F.linear(x, linear.weight, linear.bias))
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_without_an_operator_for_halves_the_other_copies_are_made(
+    missing: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have = halves()
+    monkeypatch.setattr("minispec.linear.halves", lambda: (have[0] and missing != 0, have[1] and missing != 1))
+    small, large, x = layer(100), layer(), torch.randn(3, 256)
+    for linear in (small, large):
+        assert (linear(x) - F.linear(x, linear.weight, linear.bias)).abs().max() < 1e-5
+        assert halved(linear) == (precision == "half" and have[linear is large] and missing != (linear is large))
+
+
+def test_an_operator_that_is_gone_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(weight: torch.Tensor) -> None:
+        raise AttributeError
+
+    def fails(weight: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    for broken in (gone, fails):
+        monkeypatch.setattr("minispec.linear.pack_half", broken)
+        assert halves.__wrapped__() == (False, False)
 
 
 @pytest.mark.parametrize("shape", [(256,), (1, 256), (1, 1, 256)])
@@ -213,11 +314,15 @@ def test_weights_made_in_inference_mode() -> None:
 def test_a_whole_model_agrees_with_its_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(1024, 64, 2, 4, 256)).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(rounded(parameter))
     tokens = torch.randint(1024, (2, 40))
     cache = KVCache(model.config, 2, 64)
     got = torch.cat([model(part, cache) for part in tokens.split([20, 1, 5, 1, 13], 1)], 1)
     assert packed(model.h[0].mlp.c_fc) == AVAILABLE
     monkeypatch.setattr("minispec.linear.AVAILABLE", False)
+    monkeypatch.setattr("minispec.linear.HALF", False)
+    model.forget()
     assert (got - model(tokens)).abs().max() < 1e-5
     assert sorted(model.state_dict()) == sorted(n for n, _ in model.named_parameters())
 

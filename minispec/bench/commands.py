@@ -107,7 +107,8 @@ def _compare(
         )
         expected = predictor.speed_ups(found)
         rows += [replace(row, predicted=expected[row.setup]) for row in timed_rows]
-        print(describe(predictor.typical(), bytes_read(pair.target), predictor.alone, predictor.reads))
+        weights, held = bytes_read(pair.target), bytes_read(pair.target, held=True)
+        print(describe(predictor.typical(), weights, held, predictor.alone, predictor.reads))
         for setup in found:
             if (setup.plan is not None or setup.name.endswith("chain 5")) and setup.peer is None:
                 parts = [shares(pair, setup, timed, sampling, length) for _ in range(args.repeats)]

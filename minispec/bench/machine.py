@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from minispec.around import Around
 from minispec.bench.setups import Setup, decode
 from minispec.cache import KVCache
+from minispec.linear import Linear
 from minispec.model import GPT, Block, GPTConfig, LanguageModel
 from minispec.pair import Pair
 from minispec.sampling import Sampling
@@ -49,10 +50,18 @@ def memory_times(model: LanguageModel, repeats: int = 10) -> tuple[list[float], 
     return passes[4:], reads[2:]
 
 
-def bytes_read(model: Any) -> int:
-    """What a pass over one token reads: all weights but the position table, the token table being the head too."""
+def bytes_read(model: Any, held: bool = False) -> int:
+    """What a pass over one token reads: all weights but the position table, the token table being the head too.
+
+    `held`: of each as it is held for it since the last pass, which may be in half precision.
+    """
     tables = (model.wpe.weight,)
-    return sum(p.numel() * p.element_size() for p in model.parameters() if all(p is not t for t in tables))
+    bytes = {id(p): p.numel() * p.element_size() for p in model.parameters() if all(p is not t for t in tables)}
+    if held:
+        layers = [(module.weight, module.packed) for module in model.modules() if isinstance(module, Linear)]
+        for weight, packed in [*layers, (model.wte.weight, model.head)]:
+            bytes[id(weight)] = packed.size(weight)
+    return sum(bytes.values())
 
 
 def emulate_layers(model: GPT, extra: int) -> GPT:

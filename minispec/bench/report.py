@@ -13,15 +13,21 @@ from minispec.bench.timing import Row
 from minispec.planner import Costs
 
 
-def describe(costs: Costs, weights: int, passes: Sequence[float], reads: Sequence[float]) -> str:
-    """The measured costs in three lines. weights: bytes that a pass reads; then seconds of passes, of plain reads."""
+def describe(costs: Costs, weights: int, held: int, passes: Sequence[float], reads: Sequence[float]) -> str:
+    """The measured costs in three lines.
+
+    weights, held: bytes of the weights that a pass reads, and of the copies that it reads for them; then seconds of
+    passes and of plain reads of the former.
+    """
     checks = " ".join(f"t({n}) {costs.check(n) / costs.check(1):.2f}" for n in (2, 4, 6, 8, 12, 16, 32))
     one, read = statistics.median(passes), statistics.median(reads)
+    share = 100 * read / one
+    halves = f"; as held, {held / 1e6:.0f} MB in half precision, {share * held / weights:.0f} %"
     return (
         f"target pass {1e3 * costs.check(1):.2f} ms; relative to it: {checks}\n"
         f"draft step {1e3 * costs.draft_step:.2f} ms, c = {costs.cost_ratio:.3f}\n"
-        f"a target pass reads {weights / 1e6:.0f} MB at {weights / one / 1e9:.1f} GB/s, "
-        f"{100 * read / one:.0f} % of a plain read ({weights / read / 1e9:.1f} GB/s), in turn"
+        f"a target pass goes through {weights / 1e6:.0f} MB of weights at {weights / one / 1e9:.1f} GB/s, "
+        f"{share:.0f} % of a plain read ({weights / read / 1e9:.1f} GB/s), in turn{halves if held < weights else ''}"
     )
 
 

@@ -90,7 +90,7 @@ for times in (1, 2, 4):
     larger = emulate_layers(target, (times - 1) * target.config.n_layer)
     here = stopwatch.measure(larger, draft, repeats=5, sizes=(1, 2, 4, 6, 9, 13))
     k, gain = here.best_chain(a)
-    rows.append((larger.config.n_layer, bytes_read(larger) / 1e6, here.cost_ratio, k, gain))
+    rows.append((larger.config.n_layer, bytes_read(larger, held=True) / 1e6, here.cost_ratio, k, gain))
     print(
         f"{rows[-1][0]:3} layers, {rows[-1][1]:4.0f} MB a pass: {1e3 * here.check(1):5.1f} ms a token, c = {here.cost_ratio:.3f}, best K = {k}, {gain:.2f}x"
     )
