@@ -352,9 +352,10 @@ def test_an_error_is_the_modules_own() -> None:
     assert cache.lengths == [1]
 
 
+@pytest.mark.parametrize("name", ["packed", "halves"])
 @torch.no_grad()
-def test_copies_threads_and_weights_made_in_inference_mode() -> None:
-    gpt, tokens = model("packed"), torch.tensor([[3, 1, 4, 1, 5]])
+def test_copies_threads_and_weights_made_in_inference_mode(name: str) -> None:
+    gpt, tokens = model(name), torch.tensor([[3, 1, 4, 1, 5]])
     want = gpt(tokens, KVCache(gpt.config))
     for other in (copy.deepcopy(gpt), pickle.loads(pickle.dumps(gpt))):
         assert other.fused is not gpt.fused
@@ -367,8 +368,9 @@ def test_copies_threads_and_weights_made_in_inference_mode() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(got, want) for got in pool.map(again, range(40)))
     with torch.inference_mode():
-        made = model("packed")
-        assert torch.equal(made(tokens, KVCache(gpt.config)), want)
+        made = model(name)
+        got = made(tokens, KVCache(gpt.config))  # small weights that do not count their changes are read themselves
+        assert torch.equal(got, want) if name == "packed" else torch.allclose(got, want, 0, 1e-5)
 
 
 @torch.no_grad()
