@@ -85,10 +85,25 @@ def halves() -> tuple[bool, bool]:
     return found[0], found[1]
 
 
-def halved(weight: Tensor) -> bool:
-    """Whether half precision holds this weight, and torch multiplies it so."""
-    exact = HALF and halves()[large(weight)] and (weight.half().float() - weight).abs().max() <= ROUNDING
-    return bool(exact)  # not for NaN, nor beyond 65504
+def halved(weight: Tensor) -> Any:
+    """A copy in half precision; None where that does not hold this weight, or torch would not multiply it so."""
+    if not (HALF and halves()[large(weight)] and (weight.half().float() - weight).abs().max() <= ROUNDING):
+        return None  # so with NaN, and beyond 65504
+    try:
+        return pack_half(weight)
+    except RuntimeError:  # under another `torch.backends.quantized.engine`
+        return None
+
+
+def copy_of(weight: Tensor) -> Any:
+    """A new copy of this weight, or the weight itself: see `Packed.of`."""
+    shared = weight.is_shared()  # type: ignore[no-untyped-call]  # with another process, whose changes nobody counts
+    if not copied(weight) or shared or (weight.is_inference() and not large(weight)):
+        return weight
+    data = weight.detach()
+    if (half := halved(data)) is not None:
+        return half
+    return torch.ops.mkldnn._reorder_linear_weight(data, ROWS) if large(weight) else data.t().contiguous().t()
 
 
 class Packed:
@@ -118,16 +133,7 @@ class Packed:
         """
         version, kept = 0 if weight.is_inference() else weight._version, self.kept
         if kept is None or kept[0] is not weight or kept[1] != version or kept[2].data_ptr() != weight.data_ptr():
-            data = weight.detach()
-            if not copied(weight) or weight.is_shared():  # type: ignore[no-untyped-call]  # by another process
-                copy: Any = weight
-            elif halved(data) and (large(weight) or not weight.is_inference()):
-                copy = pack_half(data)
-            elif large(weight):
-                copy = torch.ops.mkldnn._reorder_linear_weight(data, ROWS)
-            else:
-                copy = weight if weight.is_inference() else data.t().contiguous().t()
-            kept = self.kept = (weight, version, data, copy)
+            kept = self.kept = (weight, version, weight.detach(), copy_of(weight))
         return kept[3]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:

@@ -162,6 +162,20 @@ def test_an_operator_that_is_gone_or_fails_is_not_used(monkeypatch: pytest.Monke
         assert halves.__wrapped__() == (False, False)
 
 
+@pytest.mark.parametrize("engine", torch.backends.quantized.supported_engines)
+def test_the_engine_for_quantised_models_may_be_any(engine: str) -> None:
+    """Some refuse to pack halves."""
+    linear, x, before = layer(), torch.randn(3, 256), torch.backends.quantized.engine
+    halves()  # which a pass before may have asked, under another engine
+    torch.backends.quantized.engine = engine
+    try:
+        got = linear(x)
+    finally:
+        torch.backends.quantized.engine = before
+    assert packed(linear) == AVAILABLE
+    assert (got - F.linear(x, linear.weight, linear.bias)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(256,), (1, 256), (1, 1, 256)])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_a_single_row_is_one_row(shape: tuple[int, ...], activation: str) -> None:
