@@ -352,6 +352,7 @@ def test_an_error_is_the_modules_own() -> None:
     assert cache.lengths == [1]
 
 
+@pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # torch 2.4, unpickling its own
 @pytest.mark.parametrize("name", ["packed", "halves"])
 @torch.no_grad()
 def test_copies_threads_and_weights_made_in_inference_mode(name: str) -> None:

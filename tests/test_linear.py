@@ -311,6 +311,7 @@ def test_transformations_and_tensors_of_other_kinds_see_plain_products(out: int)
         assert (linear(x) - F.linear(x, linear.weight.to_dense(), linear.bias)).abs().max() < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # torch 2.4, unpickling its own
 def test_copies_pack_for_themselves() -> None:
     linear, x = layer(), torch.randn(3, 256)
     want = linear(x)
