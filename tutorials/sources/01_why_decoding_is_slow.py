@@ -74,7 +74,7 @@ check("01.token_time", my_token_time)
 
 # %% [markdown]
 # Now let the model decode and look at the time per token. (`generate` keeps a cache of what it has read: notebook 02.) The file
-# holds these weights in 16 bits; where the processor can multiply such weights with float32 numbers, they are read as they are.
+# holds these weights in 16 bits, and on some processors they are read as such: half the bytes.
 
 # %%
 prompt = prompts(pair, 1)[0]
