@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minispec import GPT, EarlyExitDrafter, GPTConfig, KVCache, fused
+from minispec.linear import AVAILABLE as ONEDNN
 from minispec.linear import FEW, halves
 from minispec.model import Attention, read
 from minispec.tree import Tree
@@ -64,6 +65,16 @@ def test_a_pass_too_long_for_small_halves_is_the_modules(passes: Callable[[], in
         caches = [KVCache(gpt.config) for _ in range(2)]
         same(gpt(tokens, caches[0]), by_modules(gpt, tokens, caches[1]), "small halves")
         assert passes() == count * AVAILABLE
+
+
+@torch.no_grad()
+def test_only_for_onednn_few_rows_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "LEAST", 4)  # as with AVX-512
+    for name in ("small", "packed", "halves"):
+        gpt = model(name)
+        kept = fused.keep(gpt)
+        assert kept.least == (4 if any(weight.is_mkldnn for weight in kept.weights) else 1)
+        assert (kept.least == 4) == (name == "packed" and ONEDNN) or (name == "halves" and not all(halves()))
 
 
 @pytest.fixture
