@@ -3,7 +3,8 @@
 import minispec.advanced  # noqa: F401 - names its rules
 from minispec.cache import KVCache
 from minispec.decode import generate, speculate, stream
-from minispec.drafters import Draft, Drafter, EarlyExitDrafter, ModelDrafter
+from minispec.drafters import Draft, Drafter, ModelDrafter
+from minispec.early_exit import EarlyExitDrafter
 from minispec.model import GPT, GPTConfig
 from minispec.ngram import NGramDrafter
 from minispec.pair import Pair, load_pair

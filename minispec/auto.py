@@ -29,6 +29,7 @@ from minispec.result import Result
 from minispec.sampling import Sampling
 from minispec.stopwatch import SIZES, measure
 from minispec.tree import Tree
+from minispec.trust import unchanged
 from minispec.verify import RULES
 
 FORMAT = "minispec-plan-2"
@@ -117,7 +118,8 @@ class Search:
         """Times of both models' passes."""
         context = min(64, self.target.config.block_size // 4)
         sizes = [n for n in SIZES if context + n <= self.target.config.block_size]
-        return measure(self.target, self.draft, context, sizes, batch=self.rows)
+        with unchanged():
+            return measure(self.target, self.draft, context, sizes, batch=self.rows)
 
     def costs(self, drafters: Sequence[Drafter], trees: Sequence[Tree], rule: str) -> Costs:
         """The passes' times, and what whole steps, plain ones and these drafters', spend besides.

@@ -16,7 +16,8 @@ from minispec import __version__
 from minispec.auto import drafter_of, find_plan
 from minispec.bench import commands as bench_commands
 from minispec.decode import generate, search_run, speculate, stream
-from minispec.drafters import Drafter, EarlyExitDrafter
+from minispec.drafters import Drafter
+from minispec.early_exit import EarlyExitDrafter
 from minispec.inputs import DEFAULT_DRAFT_LEN, find_device
 from minispec.model import GPT
 from minispec.ngram import NGramDrafter

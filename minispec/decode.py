@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from minispec import planner
 from minispec.auto import Run, drafter_of, find_plan
 from minispec.cache import KVCache
-from minispec.drafters import Drafter, NoDrafter
+from minispec.drafters import Drafter, ModelDrafter, NoDrafter
 from minispec.inputs import (
     DraftOptions,
     Options,
@@ -36,13 +36,15 @@ from minispec.inputs import (
     prompt_lists,
     stop_sets,
 )
-from minispec.model import LanguageModel, read
+from minispec.model import GPT, LanguageModel, read
 from minispec.result import Result, Step, summarise
 from minispec.sampling import Randomness, Rng, Sampling, Shifted
 from minispec.tree import Tree
-from minispec.verify import Rule, find_rule
+from minispec.trust import unchanged
+from minispec.verify import RULES, Rule, find_rule
 
 Prompt = Sequence[int]
+OURS = {GPT, ModelDrafter, NoDrafter, Randomness}
 
 
 @dataclass
@@ -73,6 +75,12 @@ class Plan:
     rng: Rng
     rows: list[Row]
     shape: planner.Plan | None = None  # what tree="auto" found
+
+    @property
+    def ours(self) -> bool:
+        """Whether no code but this package's runs in it, so that no weight changes meanwhile."""
+        parts = (self.target, self.drafter, getattr(self.drafter, "model", self.target), self.rng)
+        return self.rule is RULES.get(self.rule.name) and {*map(type, parts)} <= OURS
 
 
 @overload
@@ -236,7 +244,7 @@ def _collect(plan: Plan, many: bool) -> Result | list[Result]:
     prompts = [list(row.tokens) for row in plan.rows]
     steps: list[list[Step]] = [[] for _ in plan.rows]
     start = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), unchanged(plan.ours):
         for round_ in decode(plan):
             for index, step in round_:
                 steps[index].append(step)

@@ -1,4 +1,4 @@
-"""Where draft tokens come from: a small model, or the target's own first layers.
+"""Where draft tokens come from: a small model.
 
 A `Drafter` is immutable; `begin` opens a session that owns its cache, so threads and abandoned streams are
 harmless. A draft says how its candidates came about (`kind`), and a rule says which kinds it accepts.
@@ -7,15 +7,15 @@ harmless. A draft says how its candidates came about (`kind`), and a rule says w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minispec.cache import KVCache
-from minispec.model import GPT, LanguageModel, read
-from minispec.sampling import Rng, Sampling
+from minispec.model import LanguageModel, read
+from minispec.sampling import Rng, Sampling, check_law
 from minispec.tree import Tree
 
 
@@ -124,6 +124,8 @@ class ModelSession:
         for text, new in zip(self.texts, new_tokens, strict=True):
             text += new
         tree, device = self.tree.cut(max(depth_limit)), self.device
+        if tree.is_chain and 0 < tree.max_depth <= min(depth_limit) and (draft := self.at_once(tree, rng)) is not None:
+            return draft
         tokens = [torch.tensor([text[-1] for text in self.texts], device=device)]  # N times (B,), in the end
         q = [self.no_law]  # N times (B, V)
         who = "draft" if self.kind == "chosen" else None  # q is looked at as a whole, by `inputs.check_draft`
@@ -142,6 +144,21 @@ class ModelSession:
                     tokens.append(self.draw(law, depth, rng, whole))
                     q.append(law)
         return Draft(tree, torch.stack(tokens, 1), None if self.kind == "chosen" else torch.stack(q, 1), self.kind)
+
+    def at_once(self, tree: Tree, rng: Rng) -> Draft | None:
+        """The draft of a chain that every row has room for, by one call where the model has such (`GPT.chain`)."""
+        chain, chosen = getattr(type(self.model), "chain", None), self.kind == "chosen"
+        noise, sampling = None if chosen else getattr(rng, "noise", None), self.sampling
+        plain = type(sampling) is Sampling and not sampling.greedy and sampling == Sampling(sampling.temperature)
+        if not (plain and chain and (chosen or noise)) or self.kind == "coupled":
+            return None
+        draw = noise and (lambda: noise(self.no_law.shape, torch.float32))
+        found = chain(self.model, self.unread(), self.cache, tree.max_depth, sampling.divisor, draw)
+        if found is None:
+            return None
+        if chosen:
+            check_law(found[1], "draft")
+        return Draft(tree, found[0], None if chosen else torch.cat([self.no_law[:, None], found[1]], 1), self.kind)
 
     def draw(self, law: Tensor, depth: int, rng: Rng, whole: bool = False) -> Tensor:
         """A token of each row from its law (B, V) -> (B,); -1, an absent node, where the law is zero.
@@ -181,9 +198,13 @@ class ModelSession:
 
     def read_last(self) -> Tensor:
         """Logits (B, V) after each row's last token, by one pass over what the cache lacks."""
+        return read(self.model, self.cache, self.unread())
+
+    def unread(self) -> list[list[int]]:
+        """What the cache lacks of each row, its last token in any case: the cache is rolled back to where it starts."""
         have = [min(m, len(text) - 1) for m, text in zip(self.cache.lengths, self.texts, strict=True)]
         self.cache.rollback(have)
-        return read(self.model, self.cache, [text[m:] for m, text in zip(have, self.texts, strict=True)])
+        return [text[m:] for m, text in zip(have, self.texts, strict=True)]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the nodes that were read, keep the accepted ones."""
@@ -195,21 +216,6 @@ class ModelSession:
         self.cache.select(rows)
         self.texts = [self.texts[row] for row in rows]
         self.no_law = self.no_law[: len(rows)]
-
-
-def EarlyExitDrafter(target: GPT, layers: int, tree: Tree | None = None, how: str = "without") -> ModelDrafter:
-    """Self-speculation: the target's first `layers` blocks and its own head draft (Draft & Verify, 2309.08168).
-
-    Shares the target's weights, has a cache of its own. Raises `ValueError` unless 1 <= layers < n_layer.
-    """
-    config = target.config
-    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < config.n_layer:
-        raise ValueError(f"layers must be an integer in 1..{config.n_layer - 1}, got {layers!r}")
-    with torch.device("meta"):  # no memory for weights that are shared
-        draft = GPT(replace(config, n_layer=layers))
-    draft.wte, draft.wpe, draft.ln_f = target.wte, target.wpe, target.ln_f
-    draft.h = torch.nn.ModuleList(list(target.h)[:layers])
-    return ModelDrafter(draft, Tree.chain(4) if tree is None else tree, how)
 
 
 @dataclass(frozen=True)

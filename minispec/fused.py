@@ -23,6 +23,7 @@ from torch.nn.modules import module as registry
 
 from minispec.cache import KVCache
 from minispec.linear import FEW, LEAST, Halves, Packed, in_training, multiply, multiply_few, plain, watched
+from minispec.trust import TRUST
 
 
 def linear(x: Tensor, weight: Tensor, half: Halves | None, bias: Tensor) -> Tensor:
@@ -49,13 +50,12 @@ def attend(
     """Attention without its linear layers: qkv (B, T, 3C) and one layer's cache (2, B, H, S, D) give (BT, C)."""
     B, T, C = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     qkv = qkv.view(B, T, 3, heads, C // heads).permute(2, 0, 3, 1, 4)  # (3, B, H, T, D)
-    store = store[:, :B]
     if rows is None or slots is None:
-        store.narrow(3, start, T).copy_(qkv[1:])
+        store.narrow(3, start, T).copy_(qkv.narrow(0, 1, 2))
     else:
         store[:, rows, :, slots] = qkv[1:].permute(1, 3, 0, 2, 4)
-    kv = store.narrow(3, 0, start + T)
-    y = F.scaled_dot_product_attention(qkv[0], kv[0], kv[1], attn_mask=mask, is_causal=mask is None and T > 1)
+    k, v = store.narrow(3, 0, start + T).unbind(0)
+    y = F.scaled_dot_product_attention(qkv.select(0, 0), k, v, mask, 0.0, mask is None and T > 1)
     return y.transpose(1, 2).reshape(B * T, C)
 
 
@@ -79,35 +79,82 @@ def stack(
     rows, as `Packed.linear` sees to in each of them.
     """
     B, T = tokens.shape[0], tokens.shape[1]
-    where = weights[1].narrow(0, start, T) if positions is None else F.embedding(positions, weights[1])
-    x = (F.embedding(tokens, weights[0]) + where).flatten(0, 1)  # (BT, C): all but attention looks at rows alone
+    where = weights[1].narrow(0, start, T) if positions is None else torch.embedding(weights[1], positions)
+    x = (torch.embedding(weights[0], tokens) + where).flatten(0, 1)  # (BT, C): all but attention looks at rows alone
     R, C = x.shape[0], x.shape[1]
-    few, more = least > R, x.new_zeros([max(least - R, 0), C])
-    x = torch.cat([x, more]) if few else x
+    few = least > R
+    if few:
+        x = F.pad(x, [0, 0, 0, least - R])
     if mask is not None:  # what attention would do with a mask of booleans in each layer
-        mask = x.new_zeros(mask.shape).masked_fill_(mask.logical_not(), float("-inf"))
-    for layer in range(kv.shape[0]):
-        w = weights[2 + 12 * layer : 14 + 12 * layer]  # two norms, four linear layers, a weight and a bias each
-        h = halves[4 * layer : 4 * layer + 4]
-        qkv = linear(F.layer_norm(x, [C], w[0], w[1]), w[2], h[0], w[3])
-        y = attend(qkv[:R].view(B, T, 3 * C), kv[layer], start, rows, slots, mask, heads)
-        x = x + linear(torch.cat([y, more]) if few else y, w[4], h[1], w[5])
-        x = x + linear(linear_gelu(F.layer_norm(x, [C], w[6], w[7]), w[8], h[2], w[9]), w[10], h[3], w[11])
-    x = F.layer_norm(x, [C], weights[-4], weights[-3])
-    return linear(x, weights[-2], halves[-1], weights[-1])[:R].view(B, T, -1)
+        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    kv = kv if kv.shape[2] == B else kv.narrow(2, 0, B)
+    w, h = 2, 0  # of each layer two norms and four linear layers, a weight and a bias each
+    for store in kv.unbind(0):
+        y = torch.layer_norm(x, [C], weights[w], weights[w + 1])
+        qkv = linear(y, weights[w + 2], halves[h], weights[w + 3])
+        qkv = qkv.narrow(0, 0, R) if few else qkv
+        y = attend(qkv.view(B, T, 3 * C), store, start, rows, slots, mask, heads)
+        y = F.pad(y, [0, 0, 0, least - R]) if few else y
+        x = linear(y, weights[w + 4], halves[h + 1], weights[w + 5]).add_(x)
+        y = torch.layer_norm(x, [C], weights[w + 6], weights[w + 7])
+        y = linear_gelu(y, weights[w + 8], halves[h + 2], weights[w + 9])
+        x = linear(y, weights[w + 10], halves[h + 3], weights[w + 11]).add_(x)
+        w, h = w + 12, h + 4
+    x = torch.layer_norm(x, [C], weights[w], weights[w + 1])
+    x = linear(x, weights[w + 2], halves[h], weights[w + 3])
+    return (x.narrow(0, 0, R) if few else x).view(B, T, -1)
+
+
+def chain(
+    tokens: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    halves: list[Halves | None],
+    kv: Tensor,
+    start: int,
+    heads: int,
+    least: int,
+    noise: list[Tensor],
+    count: int,
+    divisor: float,
+) -> tuple[Tensor, Tensor]:
+    """`count` passes, each over the token drawn before, the first over `tokens` (B, T), of which the last and those
+    drawn (B, K+1) come back, with their laws (B, K, V).
+
+    The law is that of `Sampling.probs`, the draw that of `Randomness.pick` with this noise, K times (B, V); without
+    noise it is the likeliest token.
+    """
+    drawn = [tokens.narrow(1, tokens.shape[1] - 1, 1)]
+    laws: list[Tensor] = []
+    for i in range(count):
+        logits = stack(tokens, None, weights, halves, kv, start, None, None, mask, heads, least)
+        law = logits.select(1, tokens.shape[1] - 1)  # (B, V)
+        if divisor != 1.0:
+            law = (law - law.amax(-1, keepdim=True)) / divisor
+        law = torch.softmax(law, -1)
+        start, mask = start + tokens.shape[1], None
+        tokens = (law / noise[i] if len(noise) > 0 else law).argmax(-1, keepdim=True)  # (B, 1)
+        drawn.append(tokens)
+        laws.append(law)
+    return torch.cat(drawn, 1), torch.stack(laws, 1)
 
 
 @functools.cache
-def compiled() -> Callable[..., Tensor] | None:
-    """`stack` as TorchScript; None where there is none (Python 3.14, or a torch or an installation without it)."""
+def script(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function as TorchScript; None where there is none (Python 3.14, or a torch or an installation without it)."""
     if sys.version_info >= (3, 14):
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch would rather see models compiled by a C++ compiler
-            return torch.jit.script(stack)  # type: ignore[no-any-return]
+            return torch.jit.script(function)  # type: ignore[no-any-return]
     except Exception:
         return None
+
+
+def compiled() -> Callable[..., Tensor] | None:
+    """`stack` as TorchScript, or None."""
+    return script(stack)
 
 
 class Kept(NamedTuple):
@@ -167,7 +214,7 @@ def keep(model: Any) -> Kept:
             kept.weights.extend((norm.weight, norm.bias))
             for layer in layers:
                 kept.weights.extend((copy(layer.weight, layer.packed), layer.bias))
-    no_bias = torch.zeros(len(model.wte.weight), dtype=torch.float32)
+    no_bias = torch.zeros(len(model.wte.weight), dtype=torch.float32, device="cpu")
     kept.weights.extend((model.ln_f.weight, model.ln_f.bias, copy(model.wte.weight, model.head), no_bias))
 
     kept.hooks.extend((registry._global_forward_hooks, registry._global_forward_pre_hooks))
@@ -206,16 +253,49 @@ class Fused:
         That is so while training, off the CPU, in another dtype than float32, and where the model or the cache is
         not as this package makes them. An error in here is left to the modules, which name it better.
         """
-        run = compiled()
-        if run is None or type(cache) is not KVCache or not usable(tokens, model.wte.weight):
-            return None
-        if (kept := self.look(model)) is None or tokens.numel() > kept.most:
+        run, kept = compiled(), self.ready(model, tokens, cache)
+        if run is None or kept is None:
             return None
         place = (cache.kv, max(cache.lengths), cache.rows, cache.slots)
         try:
             return run(tokens, positions, kept.weights, kept.halves, *place, mask, model.config.n_head, kept.least)
         except RuntimeError:
             return None
+
+    def chain(
+        self,
+        model: Any,
+        tokens: Tensor,
+        cache: KVCache,
+        count: int,
+        divisor: float,
+        noise: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """`GPT.chain` of this model, for tokens (B, T); None, and nothing is done, where there is no such call."""
+        run, start, T = compiled() and script(chain), max(cache.lengths), tokens.shape[1]
+        if run is None or min(cache.lengths) < start or (kept := self.ready(model, tokens, cache)) is None:
+            return None
+        place = (kept.weights, kept.halves, cache.kv, start, model.config.n_head, kept.least)
+        draws = [] if noise is None else [noise() for _ in range(count)]
+        try:
+            found: tuple[Tensor, Tensor] = run(tokens, cache.begin_write(T), *place, draws, count, divisor)
+        except RuntimeError:
+            return None
+        cache.end_write(T + count - 1)
+        return found
+
+    def ready(self, model: Any, tokens: Tensor, cache: KVCache) -> Kept | None:
+        """The weights for a pass over these tokens; None where it is not for a fused one."""
+        known = TRUST.known
+        if type(cache) is not KVCache:
+            return None
+        if known is not None and self in known:
+            kept = self._kept
+        else:
+            kept = self.look(model) if usable(tokens, model.wte.weight) else None
+            if known is not None and kept is not None:
+                known.add(self)
+        return None if kept is None or tokens.numel() > kept.most else kept
 
     def look(self, model: Any) -> Kept | None:
         """The weights; None where the modules would not do what `stack` does."""

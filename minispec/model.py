@@ -7,7 +7,7 @@ Learned positions, pre-LayerNorm blocks, GELU (tanh), biases, and a head tied to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -179,6 +179,24 @@ class GPT(Copying):
         if cache is not None:
             cache.end_write(T)
         return logits
+
+    def chain(
+        self,
+        rows: Sequence[Sequence[int]],
+        cache: KVCache,
+        count: int,
+        divisor: float,
+        noise: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """`count` tokens after each row's (B, T), one pass each, in one call: last and new tokens (B, K+1), and laws.
+
+        The laws (B, K, V) are softmax(logits / divisor); a token is drawn by a race with `noise()` (B, V), or is the
+        likeliest. None, and nothing is done, where passes are not fused (`fused`) or one would go past `block_size`.
+        """
+        T, end = len(rows[0]), max(cache.lengths) + len(rows[0]) + count - 1
+        if any(len(row) != T for row in rows) or end > min(self.config.block_size, cache.capacity):
+            return None
+        return self.fused.chain(self, torch.tensor(rows, device=self.device), cache, count, divisor, noise)
 
 
 MODULES: list[type[nn.Module]] = [GPT, Block, Attention, MLP, Linear, nn.LayerNorm, Embedding, nn.ModuleList]

@@ -63,6 +63,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by: the temperature, within `COLDEST` and `HOTTEST`."""
+        return min(max(self.temperature, COLDEST), HOTTEST)
+
     def probs(self, logits: Tensor, who: str | None = "model") -> Tensor:
         """The law to sample from: logits (..., V) -> probabilities (..., V), float32 or the logits' float64.
 
@@ -79,7 +84,7 @@ class Sampling:
             one = 1.0 if checked else 1 + 0 * logits.gather(-1, best)
             return torch.zeros_like(logits).scatter_(-1, best, one)
         if self.temperature != 1.0:
-            logits = (logits - logits.amax(-1, keepdim=True)) / min(max(self.temperature, COLDEST), HOTTEST)
+            logits = (logits - logits.amax(-1, keepdim=True)) / self.divisor
         V = logits.shape[-1]
         if (self.top_k is None or self.top_k >= V) and (self.top_p is None or self.top_p == 1):
             return torch.softmax(logits, -1)
@@ -168,11 +173,14 @@ class Randomness:
 
 
 class Shifted:
-    """An `rng` whose `at` counts from each row's own offset: rules say a depth, the noise hangs on the position."""
+    """An `rng` whose `at` counts from each row's own offset: rules say a depth, the noise hangs on the position.
+
+    `noise(shape, dtype)` takes now what the next `pick` without `at` would divide by; None of an rng of one's own.
+    """
 
     def __init__(self, rng: Rng, offsets: Sequence[int]) -> None:
         self._rng, self._offsets = rng, offsets
-        self.flip = rng.flip
+        self.flip, self.noise = rng.flip, rng._noise.fresh.next if type(rng) is Randomness else None
 
     def pick(self, weights: Tensor, at: Sequence[int] | None = None) -> Tensor:
         if at is None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from minispec.sequoia import best_parents
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class Tree:
         and d levels of children being at hand; the root counts 1, it is the bonus token.
         Raises `ValueError` for rates outside 0..1 (measured ones may add up to a little over 1), or no node.
         """
-        return _best(tuple(map(float, acceptance_by_rank)), nodes, nodes - 1 if max_depth is None else max_depth)
+        depth = nodes - 1 if max_depth is None else max_depth
+        return Tree((best_parents(tuple(map(float, acceptance_by_rank)), nodes, depth),))
 
     def expected_tokens(self, acceptance_by_rank: Sequence[float]) -> float:
         """Sum over nodes of the product of rates along the path; children beyond the last rate count 0."""
@@ -175,38 +177,3 @@ def constant(values: Any) -> Tensor:
     """Integers on the CPU, whatever the default device; no inference tensor, as it outlives the call."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.long, device="cpu")
-
-
-@lru_cache(maxsize=64)
-def _best(rates: tuple[float, ...], nodes: int, max_depth: int) -> Tree:
-    if any(not 0 <= a <= 1 for a in rates):
-        raise ValueError(f"acceptance_by_rank must be rates in 0..1, got {list(rates)}")
-    if nodes < 1 or max_depth < 0:
-        raise ValueError(f"nodes must be >= 1 and max_depth >= 0, got {nodes} and {max_depth}")
-    values = [np.concatenate([[0.0], np.ones(nodes)])]  # F(n, d) of all n, a level of depth after the other
-    choices: list[list[np.ndarray]] = [[]]  # size of the child of each rank, where n nodes are left for it and the rest
-    for _ in range(min(max_depth, nodes - 1)):
-        gain = np.zeros(nodes + 1)
-        sizes: list[np.ndarray] = []
-        for rate in reversed(rates):
-            best, size = np.zeros(nodes + 1), np.zeros(nodes + 1, dtype=int)
-            for n in range(1, nodes + 1):  # this child takes s = 1..n of them, the later ones the rest
-                options = rate * values[-1][1 : n + 1] + gain[n - 1 :: -1][:n]
-                s = int(options.argmax())
-                if options[s] > 1e-15:
-                    best[n], size[n] = options[s], s + 1
-            gain = best
-            sizes.insert(0, size)
-        choices.append(sizes)
-        values.append(np.concatenate([[0.0], 1 + gain[:nodes]]))
-    parents, queue = [-1], [(0, nodes, len(values) - 1)]
-    while queue:  # breadth-first
-        node, n, depth = queue.pop(0)
-        left = n - 1
-        for size in choices[depth]:
-            if left < 1 or not size[left]:
-                break
-            parents.append(node)
-            queue.append((len(parents) - 1, int(size[left]), depth - 1))
-            left -= int(size[left])
-    return Tree((tuple(parents),))

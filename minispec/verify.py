@@ -110,6 +110,8 @@ def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> 
     noise hangs on the position (`at`), so the output is plain decoding's, token for token, under one seed.
     """
     B = tokens.shape[0]
+    if B == 1 and p.is_cpu:
+        return _match_one(p, tokens, tree, rng)
     row = torch.arange(B, device=p.device)
     parents = tree.parents.to(p.device, non_blocking=True)  # (1 or B, N)
     node = torch.zeros(B, dtype=torch.long, device=p.device)  # (B,): where the path has come to
@@ -124,6 +126,17 @@ def match(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> 
         if _nobody(alive):
             break
     return torch.stack(path[: tree.max_depth + 1], 1), emitted
+
+
+def _match_one(p: Tensor, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:
+    """`match` of a single row by the host, which a CPU does not have to wait for."""
+    drafted, path = tokens[0].tolist(), [0]
+    while True:
+        y = rng.pick(p[:, path[-1]], at=[len(path)])  # (1,)
+        child = next((node for node in tree.children(path[-1]) if drafted[node] == int(y)), None)
+        if child is None:
+            return torch.tensor([[*path, -1][: tree.max_depth + 1]], device=p.device), y
+        path.append(child)
 
 
 def rrs(p: Tensor, q: Tensor | None, tokens: Tensor, tree: Tree, rng: Rng) -> tuple[Tensor, Tensor]:

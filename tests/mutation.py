@@ -1,6 +1,6 @@
 """Mutation testing: do the core tests notice when a line of the core is wrong?
 
-    python tests/mutation.py                     # every mutant of verify, sampling, noise, cache, tree
+    python tests/mutation.py                     # every mutant of verify, sampling, noise, cache, tree, sequoia
     python tests/mutation.py --module verify     # of one module
     python tests/mutation.py --sample 100        # of a hundred, drawn at random
     python tests/mutation.py --listed            # only those that MUTANTS.md lists as survivors
@@ -38,7 +38,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-MODULES = ("verify", "sampling", "noise", "cache", "tree")
+MODULES = ("verify", "sampling", "noise", "cache", "tree", "sequoia")
 
 # --- the mutants -------------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ def apply(mutant: Mutant) -> None:
     changed = unwrapped(other)
     function.__code__, function.__defaults__ = changed.__code__, changed.__defaults__
     function.__kwdefaults__ = changed.__kwdefaults__
-    for cached in (module.__dict__.get("_best"), *vars(module.__dict__.get("Tree", object)).values()):
+    for cached in (module.__dict__.get("best_parents"), *vars(module.__dict__.get("Tree", object)).values()):
         inner = getattr(cached, "__func__", cached)
         if hasattr(inner, "cache_clear"):
             inner.cache_clear()

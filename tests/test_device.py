@@ -11,7 +11,7 @@ from pretend import DEVICE, Elsewhere, There
 
 from minispec import GPT, NGramDrafter, Sampling, Tree, generate, speculate, verify
 from minispec.advanced import AdaptiveDrafter, DynamicTree
-from minispec.drafters import EarlyExitDrafter
+from minispec.early_exit import EarlyExitDrafter
 from minispec.lab.models import random_gpt, random_pair
 from minispec.sampling import check_law
 from minispec.verify import RULES

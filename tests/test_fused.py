@@ -8,16 +8,35 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from minispec import GPT, EarlyExitDrafter, GPTConfig, KVCache, fused
+from minispec import (
+    GPT,
+    RULES,
+    EarlyExitDrafter,
+    GPTConfig,
+    KVCache,
+    ModelDrafter,
+    Randomness,
+    Rule,
+    Sampling,
+    fused,
+    generate,
+    speculate,
+    stream,
+)
+from minispec.around import Around
 from minispec.linear import AVAILABLE as ONEDNN
 from minispec.linear import FEW, halves
 from minispec.model import Attention, read
 from minispec.tree import Tree
+from minispec.trust import TRUST, unchanged
 
 SHAPES = {
     "small": GPTConfig(50, 96, 2, 4, 32),
@@ -396,6 +415,259 @@ def test_as_plain_python_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None
             patch.setattr(fused, "compiled", lambda: fused.stack)
             assert torch.equal(read(gpt, KVCache(gpt.config, 2), rows), want[0])
             assert torch.equal(read(gpt, KVCache(gpt.config), rows[:1]), want[1])
+        cache, prompt = KVCache(gpt.config), torch.tensor([[1, 2]])
+        found = gpt.fused.chain(gpt, prompt, cache, 3, 0.5, None)
+        if found is not None:
+            kept = gpt.fused.look(gpt)
+            cache.rollback(0)
+            place = (kept.weights, kept.halves, cache.kv, 0, gpt.config.n_head, kept.least)
+            again = fused.chain(prompt, cache.begin_write(2), *place, [], 3, 0.5)
+            assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
+
+
+# --- a chain of passes in one call ----------------------------------------------------------------------
+
+
+def level_by_level(
+    gpt: GPT, rows: list[list[int]], cache: KVCache, count: int, T: float, rng: Randomness | None
+) -> Any:
+    """What `GPT.chain` does, by a pass, a law and a draw at a time."""
+    tokens = torch.tensor(rows)
+    drawn, laws = [tokens[:, -1:]], []
+    for _ in range(count):
+        laws.append(Sampling(T).probs(gpt(tokens, cache)[:, -1]))
+        tokens = (laws[-1].argmax(-1) if rng is None else rng.pick(laws[-1]))[:, None]
+        drawn.append(tokens)
+    return torch.cat(drawn, 1), torch.stack(laws, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "one"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("drawn", [True, False])
+@torch.no_grad()
+def test_a_chain_is_its_passes(name: str, rows: int, drawn: bool) -> None:
+    gpt = model(name)
+    caches = [KVCache(gpt.config, rows, 40) for _ in range(2)]
+    rngs = [Randomness(5, rows) if drawn else None for _ in range(2)]
+    shape = (rows, gpt.config.vocab_size)
+    for count, T, n in ((1, 1.0, 1), (3, 0.7, 3), (5, 1.0, 2), (2, 1e-30, 1), (4, 3.0, 2)):
+        prompt = [[(7 * row + i + count) % 50 for i in range(n)] for row in range(rows)]
+        noise = None if rngs[0] is None else partial(rngs[0]._noise.fresh.next, shape, torch.float32)
+        found = gpt.chain(prompt, caches[0], count, T, noise)
+        want = level_by_level(gpt, prompt, caches[1], count, T, rngs[1])
+        assert (found is not None) == AVAILABLE
+        if found is not None:
+            assert [x.shape for x in found] == [(rows, count + 1), (rows, count, shape[1])]
+            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+            assert torch.equal(caches[0].kv, caches[1].kv)
+            assert caches[0].lengths == caches[1].lengths
+        for cache in caches:
+            cache.rollback(cache.lengths[0] - count // 2)
+
+
+@torch.no_grad()
+def test_where_there_is_no_such_call_nothing_is_done() -> None:
+    def never() -> Tensor:
+        raise AssertionError("noise was taken")
+
+    gpt, text = model(), [[1, 2, 3]]
+    full = KVCache(gpt.config, 1, 128)
+    gpt(torch.zeros(1, 92, dtype=torch.long), full)
+    ragged = KVCache(gpt.config, 2, 20)
+    read(gpt, ragged, [[1], [1, 2]])
+    for cache, rows, count in (
+        (full, text, 3),  # 92 + 3 + 2 tokens of 96
+        (KVCache(gpt.config, 1, 5), text, 4),  # 3 + 3 slots of 5
+        (ragged, [[1], [2]], 2),
+        (KVCache(gpt.config, 2, 9), [[1], [2, 3]], 2),
+    ):
+        lengths = list(cache.lengths)
+        assert gpt.chain(rows, cache, count, 1.0, never) is None
+        assert cache.lengths == lengths
+    assert (gpt.chain(text, full, 2, 1.0, None) is not None) == AVAILABLE
+    assert (gpt.chain(text, KVCache(gpt.config, 1, 5), 3, 1.0, None) is not None) == AVAILABLE
+    hooked = model()
+    hooked.h[0].register_forward_hook(lambda *args: None)
+    wide = model("small halves")
+    others = [hooked, model().double(), model().bfloat16(), *([wide] if halves()[0] else [])]
+    for other in others:
+        cache = KVCache(other.config, 1, 96, dtype=other.dtype)
+        assert other.chain([[1] * (FEW + 1)], cache, 2, 1.0, never) is None
+        assert cache.lengths == [0]
+    with torch.enable_grad():
+        assert gpt.requires_grad_(True).chain(text, KVCache(gpt.config), 2, 1.0, never) is None
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match", "rrs", "coupled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.6), Sampling(0), Sampling(1, top_k=20), Sampling(1, top_p=0.9)]
+)
+def test_a_call_says_the_same_with_and_without(rule: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of one length, so that rows go in step at first; the ends of the rows and of the context included."""
+    target = model()
+    torch.manual_seed(1)
+    draft = GPT(replace(SHAPES["small"], n_layer=1)).requires_grad_(False)
+    calls, chain = 0, GPT.chain
+
+    def counted(self: GPT, *args: Any) -> Any:
+        nonlocal calls
+        found = chain(self, *args)
+        calls += found is not None
+        return found
+
+    def decoded() -> list[Any]:
+        options = {"sampling": sampling, "rule": rule, "draft_len": 4}
+        alone = speculate(target, draft, [3, 1, 4], max_new_tokens=120, seed=2, **options)
+        return [
+            alone,
+            *speculate(target, draft, [[3, 1], [2, 7], [5, 5]], max_new_tokens=[30, 9, 1], seed=3, **options),
+        ]
+
+    monkeypatch.setattr(GPT, "chain", counted)
+    with_it, taken = decoded(), calls
+    monkeypatch.setattr(GPT, "chain", lambda self, *args: None)
+    assert decoded() == with_it
+    plain = rule == "match" or (rule != "coupled" and sampling in (Sampling(), Sampling(0.6)))
+    assert (taken > 10) == (AVAILABLE and plain)
+    assert taken == 0 or (AVAILABLE and plain)
+
+
+def test_an_rng_of_ones_own_sees_every_draw() -> None:
+    class Own(Randomness):
+        picks = 0
+
+        def pick(self, weights: Tensor, at: Any = None) -> Tensor:
+            Own.picks += 1
+            return super().pick(weights, at)
+
+    target = model()
+    mine = speculate(target, target, [1, 2], max_new_tokens=9, draft_len=2, rule="token", rng=Own(4))
+    assert Own.picks == 9
+    assert mine == speculate(target, target, [1, 2], max_new_tokens=9, draft_len=2, rule="token", seed=4)
+
+
+def test_a_draft_with_a_nan_is_refused_all_the_same() -> None:
+    target, draft = model(), model()
+    draft.ln_f.bias[0] = torch.nan
+    for rule in ("match", "token", "block"):
+        with pytest.raises(ValueError, match="draft logits: a NaN"):
+            speculate(target, draft, [1, 2], max_new_tokens=9, draft_len=3, rule=rule, seed=0)
+
+
+# --- a promise that nothing changes ------------------------------------------------------------------------
+
+
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Whoever is looked at."""
+    seen: list[Any] = []
+    look = fused.Fused.look
+
+    def watched(self: Any, model: Any) -> Any:
+        seen.append(model)
+        return look(self, model)
+
+    monkeypatch.setattr(fused.Fused, "look", watched)
+    return seen
+
+
+def test_in_a_call_of_our_own_parts_each_model_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen = model(), looks(monkeypatch)
+    draft = GPT(replace(SHAPES["small"], n_layer=1)).requires_grad_(False)
+    speculate(target, draft, [1, 2], max_new_tokens=20, seed=0)
+    assert seen == [target, draft] * AVAILABLE
+    seen.clear()
+    generate(target, [1, 2], max_new_tokens=5, seed=0)
+    assert seen == [target] * AVAILABLE
+    seen.clear()
+    list(stream(target, draft, [1, 2], max_new_tokens=20, seed=0))  # a caller may do anything between two steps
+    assert len(seen) > 6 * AVAILABLE
+    assert TRUST.known is None
+
+
+@pytest.mark.parametrize("who", ["rng", "rule", "drafter", "target", "between steps"])
+def test_a_weight_changed_by_anothers_code_counts_at_once(who: str) -> None:
+    """The same as without TorchScript, where every pass reads the weights."""
+
+    def change(gpt: GPT) -> None:
+        with torch.no_grad():
+            gpt.ln_f.weight[:] = torch.roll(gpt.ln_f.weight, 1)
+
+    def run() -> list[int]:
+        target, draft = model(), model()
+
+        class Own(Randomness):
+            def flip(self, prob: Tensor) -> Tensor:
+                change(target)
+                return super().flip(prob)
+
+        def verify(*args: Any) -> Any:
+            change(target)
+            return RULES["token"].chain(*args)
+
+        class Trained(ModelDrafter):
+            def begin(self, *args: Any) -> Any:
+                session = super().begin(*args)
+                commit = session.commit
+
+                def committed(paths: Any) -> None:
+                    change(target)
+                    commit(paths)
+
+                session.commit = committed
+                return session
+
+        class Changing(Around):
+            def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+                change(target)
+                return super().__call__(*args, **kwargs)
+
+        options: dict[str, Any] = {"max_new_tokens": 40, "draft_len": 2, "rule": "token", "seed": 1}
+        if who == "rng":
+            options |= {"rng": Own(1), "seed": None}
+        if who == "rule":
+            options["rule"] = Rule("own", frozenset({"chain"}), "without", chain=verify)
+        if who == "drafter":
+            del options["draft_len"]
+            return speculate(target, Trained(draft, Tree.chain(2)), [1, 2], **options).tokens
+        if who == "target":
+            return speculate(Changing(target), draft, [1, 2], **options).tokens
+        if who == "between steps":
+            tokens = []
+            for step in stream(target, draft, [1, 2], **options):
+                tokens += step.tokens
+                change(target)
+            return tokens
+        return speculate(target, draft, [1, 2], **options).tokens
+
+    got = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "compiled", lambda: None)
+        assert run() == got
+
+
+def test_a_promise_is_ones_own() -> None:
+    with unchanged(False):
+        assert TRUST.known is None
+    with unchanged():
+        known = TRUST.known
+        assert known == set()
+        with unchanged(), unchanged(False):
+            assert TRUST.known is known
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: TRUST.known).result() is None
+    assert TRUST.known is None
+    with pytest.raises(KeyError), unchanged():
+        raise KeyError
+    assert TRUST.known is None
+
+
+@torch.no_grad()
+def test_weights_loaded_while_nothing_was_to_change_are_looked_at() -> None:
+    gpt, tokens = model(), torch.tensor([[1, 2]])
+    with unchanged():
+        gpt(tokens, KVCache(gpt.config))
+        gpt.load_state_dict({name: 2 * value for name, value in gpt.state_dict().items()})
+        assert torch.equal(gpt(tokens, KVCache(gpt.config)), by_modules(gpt, tokens, KVCache(gpt.config)))
 
 
 def test_where_there_is_no_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,17 +675,17 @@ def test_where_there_is_no_torchscript(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no source")
 
     monkeypatch.setattr(torch.jit, "script", broken)
-    assert fused.compiled.__wrapped__() is None
+    assert fused.script.__wrapped__(fused.stack) is None
     monkeypatch.undo()
     monkeypatch.setattr(sys, "version_info", (3, 14))
-    assert fused.compiled.__wrapped__() is None
+    assert fused.script.__wrapped__(fused.stack) is None
 
 
 def test_it_warns_of_nothing_and_loads_nothing_slow() -> None:
     code = (
         "import sys, torch; from minispec import *; g = GPT(GPTConfig(9, 9, 1, 1, 4)); generate(g, [1], max_new_tokens=3, seed=1); "
         "g = GPT(GPTConfig(300, 9, 1, 1, 256)).bfloat16().float(); generate(g, [1], max_new_tokens=3, seed=1); "
-        "from minispec.fused import compiled; assert compiled.cache_info().currsize == 1; "
+        "from minispec.fused import script; assert script.cache_info().currsize == 1; "
         "print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     )
     out = subprocess.run(

@@ -20,6 +20,7 @@ from minispec.model import GPT, Block, GPTConfig, LanguageModel
 from minispec.pair import Pair
 from minispec.sampling import Sampling
 from minispec.stopwatch import seconds, waiting
+from minispec.trust import unchanged
 from minispec.verify import Rule, find_rule
 
 CONTEXTS, BATCHES, CONTINUED = (64, 96, 128, 160, 192, 224), (2, 4, 8, 16, 32), 24  # of `growth`
@@ -96,12 +97,20 @@ class Timed(Around):
         self.spent, self.wait = 0.0, waiting(model.device)
 
     def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        logits: Tensor = self.timed(self.model, tokens, *args, **kwargs)
+        return logits
+
+    def chain(self, *args: Any) -> Any:
+        """`GPT.chain`, the drawing of its tokens included."""
+        return self.timed(self.model.chain, *args) if isinstance(self.model, GPT) else None
+
+    def timed(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.wait()
         start = time.perf_counter()
-        logits = self.model(tokens, *args, **kwargs)
+        found = work(*args, **kwargs)
         self.wait()
         self.spent += time.perf_counter() - start
-        return logits
+        return found
 
 
 @dataclass(frozen=True)
@@ -134,11 +143,12 @@ def shares(pair: Pair, setup: Setup, prompts: list[list[int]], sampling: Samplin
         return found
 
     watched = Rule(rule.name, rule.kinds, rule.how, tree=timed)
-    drafter = replace(setup.drafter, model=draft)
+    setup = replace(setup, drafter=replace(setup.drafter, model=draft), rule=watched)  # type: ignore[arg-type]
     parts: list[tuple[float, ...]] = []
     for repeat, prompt in enumerate([prompts[0], *prompts]):  # the first warms up
         before = target.spent, draft.spent, verifying[0]
-        result = decode(_Watched(target), replace(setup, drafter=drafter, rule=watched), prompt, sampling, length, 0)[0]  # type: ignore[arg-type]
+        with unchanged():  # as in a call without anything around the models
+            result = decode(_Watched(target), setup, prompt, sampling, length, 0)[0]  # type: ignore[arg-type]
         spent = (target.spent - before[0], draft.spent - before[1], verifying[0] - before[2])
         if repeat:
             parts.append((result.stats.seconds, len(result.steps), *spent))

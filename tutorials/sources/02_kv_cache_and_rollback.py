@@ -188,7 +188,7 @@ print("broken:", tokenizer.decode(broken).replace("\n", " "))
 # where guesses come from; only acceptance falls. minispec always re-reads the last two tokens:
 
 # %%
-source(minispec.drafters.ModelSession.read_last)
+source(minispec.drafters.ModelSession.unread)
 
 # %% [markdown]
 # ## Summary
