@@ -32,7 +32,7 @@ from minispec.tree import Tree
 from minispec.trust import unchanged
 from minispec.verify import RULES
 
-FORMAT = "minispec-plan-2"
+FORMAT = "minispec-plan-3"
 CHAINS = (1, 2, 3, 4, 6, 8, 12)  # whose yields are measured, which tell those of the lengths between
 SPAN = (2, 8)  # the chains that are timed
 NODES = (9, 17, 33)  # of the trees that are tried

@@ -272,8 +272,8 @@ class Fused:
         noise: Callable[[], Tensor] | None,
     ) -> tuple[Tensor, Tensor] | None:
         """`GPT.chain` of this model, for tokens (B, T); None, and nothing is done, where there is no such call."""
-        run, start, T = compiled() and script(chain), max(cache.lengths), tokens.shape[1]
-        if run is None or min(cache.lengths) < start or (kept := self.ready(model, tokens, cache)) is None:
+        start, T, kept = max(cache.lengths), tokens.shape[1], self.ready(model, tokens, cache)
+        if kept is None or min(cache.lengths) < start or (run := compiled() and script(chain)) is None:
             return None
         place = (kept.weights, kept.halves, cache.kv, start, model.config.n_head, kept.least)
         draws = [] if noise is None else [noise() for _ in range(count)]

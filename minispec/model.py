@@ -196,7 +196,7 @@ class GPT(Copying):
         T, end = len(rows[0]), max(cache.lengths) + len(rows[0]) + count - 1
         if any(len(row) != T for row in rows) or end > min(self.config.block_size, cache.capacity):
             return None
-        return self.fused.chain(self, torch.tensor(rows, device=self.device), cache, count, divisor, noise)
+        return self.fused.chain(self, torch.tensor(rows, device="cpu"), cache, count, divisor, noise)
 
 
 MODULES: list[type[nn.Module]] = [GPT, Block, Attention, MLP, Linear, nn.LayerNorm, Embedding, nn.ModuleList]
