@@ -161,8 +161,8 @@ def test_what_a_plan_depends_on_has_a_plan_of_its_own(models: tuple[GPT, GPT], m
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"format": "minispec-plan-0"}', '{"format": "minispec-plan-2", "rule": "magic"}',
-     '{"format": "minispec-plan-2", "rule": "match", "parents": [0], "speed_up": 2, "tokens_per_step": 3}'],
+    ["", "{", "[]", "null", '{"format": "minispec-plan-0"}', '{"format": "minispec-plan-3", "rule": "magic"}',
+     '{"format": "minispec-plan-3", "rule": "match", "parents": [0], "speed_up": 2, "tokens_per_step": 3}'],
 )  # fmt: skip
 def test_a_corrupt_file_is_measured_again(
     models: tuple[GPT, GPT], folder: Path, prices: list[Costs], text: str
