@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from doubles import random_gpt
+from torch import Tensor
 
-from minispec import Tree
+from minispec import GPT, KVCache, Tree
 from minispec.planner import Costs, best_draft_len, expected_tokens, speed_up
 from minispec.stopwatch import measure
 
@@ -76,3 +79,32 @@ def test_measured_costs_are_times() -> None:
     assert set(costs.pass_time) == {1, 2, 4}
     assert all(t > 0 for t in (*costs.pass_time.values(), costs.draft_step))
     assert costs.overhead == 0
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_a_draft_step_is_timed_as_the_loop_makes_it(chained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first behind a target pass is a pass, the next ones are one chain where there is one; each counts its share."""
+    target, draft = random_gpt(1, block=64), random_gpt(2, block=64)
+    passes: list[tuple[int, ...]] = []  # rows, tokens, cached before
+    chains: list[int] = []
+    forward = GPT.forward
+
+    def counted(self: GPT, tokens: Tensor, cache: KVCache, *args: Any) -> Tensor:
+        if self is draft:
+            passes.append((*tokens.shape, cache.lengths[0]))
+        return forward(self, tokens, cache, *args)
+
+    def chain(self: GPT, rows: list[list[int]], cache: KVCache, count: int, *args: Any) -> object:
+        chains.append(count)
+        assert cache.lengths == [16] * len(rows)
+        return object() if chained else None
+
+    clock = iter(range(10_000))
+    monkeypatch.setattr(GPT, "forward", counted)
+    monkeypatch.setattr(GPT, "chain", chain)
+    monkeypatch.setattr("minispec.stopwatch.time.perf_counter", lambda: float(next(clock)))
+    assert measure(target, draft, context=16, sizes=(1, 2), repeats=2, batch=3) == Costs({1: 1.0, 2: 1.0}, 1 / 4)
+    one_round = [(3, 1, 16)] + ([] if chained else [(3, 1, 16 + i) for i in range(4)])
+    assert passes == [(3, 16, 0)] + 8 * one_round  # 2 rounds and 2 to warm up, of two sizes
+    assert chains == [4] * 8
+    assert measure(target, random_gpt(2, block=18), context=16, sizes=(1, 2), repeats=2).draft_step == 1 / 2
