@@ -26,6 +26,22 @@ def pytest_configure() -> None:
     os.environ["MINISPEC_CACHE"] = tempfile.mkdtemp(prefix="minispec-plans-")  # never the user's own
 
 
+LONG = (
+    "test_trees",
+    "test_chi_squared",
+    "test_trees_exact",
+    "test_long_runs",
+    "test_shipped_pair",
+    "test_peers",
+    "test_train",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests of many seconds first: at the end two processes have short ones to share."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
