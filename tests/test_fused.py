@@ -694,3 +694,17 @@ def test_it_warns_of_nothing_and_loads_nothing_slow() -> None:
         text=True,
     )
     assert (out.returncode, out.stdout.strip(), out.stderr) == (0, "[]", "")
+
+
+@torch.no_grad()
+def test_only_a_model_that_was_looked_at_is_trusted() -> None:
+    """Not one whose first pass was for the modules."""
+    gpt, tokens = model("by columns"), torch.tensor([[1, 2]])
+    gpt(tokens, KVCache(gpt.config))
+    gpt.h[0].mlp.c_fc.weight.mul_(2)
+    with unchanged():
+        with torch.enable_grad():
+            gpt(tokens, KVCache(gpt.config))
+        assert TRUST.known == set()
+        assert torch.equal(gpt(tokens, KVCache(gpt.config)), by_modules(gpt, tokens, KVCache(gpt.config)))
+        assert TRUST.known == ({gpt.fused} if AVAILABLE else set())
