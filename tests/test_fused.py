@@ -655,6 +655,7 @@ def test_a_promise_is_ones_own() -> None:
         assert known == set()
         with unchanged(), unchanged(False):
             assert TRUST.known is known
+        assert TRUST.known is known
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(lambda: TRUST.known).result() is None
     assert TRUST.known is None
