@@ -12,7 +12,7 @@ import torch
 from doubles import random_gpt
 from test_tokenizer import BYTES, PATTERN, SPECIAL, Tokenizer
 
-from minispec import Pair, Sampling, Tree, auto, generate
+from minispec import GPT, ModelDrafter, Pair, Sampling, Tree, auto, generate
 from minispec.bench import machine, timing
 from minispec.bench.machine import bytes_read, emulate_layers, memory_times, middle, read_bandwidth, shares
 from minispec.bench.report import describe
@@ -312,3 +312,35 @@ def test_cost_of_ownership() -> None:
     for bad in ({"tokens_per_second": 0}, {"power": -1}, {"price_per_kwh": float("nan")}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ownership(**({"tokens_per_second": 1.0, "power": 1.0} | bad))
+
+
+def test_shares_are_those_of_a_call_without_anything_around(shipped: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses in one call, each model looked at once; so are the passes that a plan is made with."""
+    from minispec.decode import search_run
+    from minispec.fused import compiled
+    from minispec.trust import TRUST
+
+    calls, promised, chain, measure = 0, [], GPT.chain, auto.measure
+
+    def counted(self: GPT, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        promised.append(TRUST.known is not None)
+        return chain(self, *args)
+
+    def measured(*args: Any, **kwargs: Any) -> Costs:
+        promised.append(TRUST.known is not None)
+        return measure(*args, **kwargs, repeats=1)
+
+    monkeypatch.setattr(GPT, "chain", counted)
+    setup = Setup("x", "token", ModelDrafter(shipped.draft, Tree.chain(2)), 3, 2)
+    found = shares(shipped, setup, [[1, 2]], Sampling(), 6)
+    assert found is not None
+    assert found.draft > 0
+    assert found.target + found.draft + found.verify + found.other == pytest.approx(1)
+    assert calls >= 2 * (compiled() is not None)
+    monkeypatch.setattr(auto, "measure", measured)
+    search = auto.Search(shipped.target, shipped.draft, Sampling(), None, search_run(shipped.target))
+    assert search.passes.draft_step > 0
+    assert all(promised)
+    assert len(promised) > calls

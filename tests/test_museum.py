@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from minispec import ModelDrafter, Pair, Randomness, Sampling, Tree
 from minispec.lab.museum import PIECES, Piece
+from minispec.lab.museum.drafters import Spoilt
 from minispec.lab.museum.table import COLUMNS, Row, examine, needed_samples, render
 from minispec.lab.report import CHECKS, EACH, EFFICIENCY, FIRST, HARMLESS, JOINT
 from minispec.lab.rule_checks import rule_suite
+from minispec.sampling import Shifted
 from minispec.verify import RULES
 
 BY_NAME = {piece.name: piece for piece in PIECES}
@@ -71,3 +77,17 @@ def test_the_page_has_a_row_and_a_story_for_each_piece() -> None:
         assert "never" in cells[COLUMNS.index(FIRST)]
         assert "12,345" in cells[COLUMNS.index(JOINT)]
         assert f"## {piece.name}\n" in page
+
+
+def test_what_is_spoilt_in_a_session_is_used_with_float32_models_too(shipped: Pair) -> None:
+    """A chain in one call would pass it by."""
+    read: list[list[list[int]]] = []
+
+    def spoil(session: Any, sampling: Sampling) -> None:
+        read_last = session.read_last
+        session.read_last = lambda: (read.append(session.unread()), read_last())[1]
+
+    session = Spoilt(ModelDrafter(shipped.draft, Tree.chain(3)), spoil).begin([[1, 2]], Sampling())
+    with torch.inference_mode():
+        session.propose([[]], [5], Shifted(Randomness(0), [1]))
+    assert read == [[[1, 2]]]
