@@ -150,10 +150,17 @@ class ModelSession:
         chain, chosen = getattr(type(self.model), "chain", None), self.kind == "chosen"
         noise, sampling = None if chosen else getattr(rng, "noise", None), self.sampling
         plain = type(sampling) is Sampling and not sampling.greedy and sampling == Sampling(sampling.temperature)
-        if not (plain and chain and (chosen or noise)) or self.kind == "coupled":
+        changed = type(self) is not ModelSession or {"draw", "read_last", "read_level"} & vars(self).keys()
+        if changed or not (plain and chain and (chosen or noise)) or self.kind == "coupled":
             return None
-        draw = noise and (lambda: noise(self.no_law.shape, torch.float32))
-        found = chain(self.model, self.unread(), self.cache, tree.max_depth, sampling.divisor, draw)
+        found = chain(
+            self.model,
+            self.unread(),
+            self.cache,
+            tree.max_depth,
+            sampling.divisor,
+            noise and (lambda: noise(self.no_law.shape, torch.float32)),
+        )
         if found is None:
             return None
         if chosen:

@@ -271,7 +271,10 @@ class Fused:
         divisor: float,
         noise: Callable[[], Tensor] | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """`GPT.chain` of this model, for tokens (B, T); None, and nothing is done, where there is no such call."""
+        """`GPT.chain` of this model, for tokens (B, T); None, and nothing is done, where there is no such call.
+
+        Nor where it fails, but then its noise is spent.
+        """
         start, T, kept = max(cache.lengths), tokens.shape[1], self.ready(model, tokens, cache)
         if kept is None or min(cache.lengths) < start or (run := compiled() and script(chain)) is None:
             return None

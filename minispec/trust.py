@@ -1,7 +1,7 @@
 """A promise that no model changes for a while, so that it is looked at once and not at each pass.
 
-To see whether the weights are still those that were copied costs .02 to .15 ms a pass, as what is to be looked at lies
-out of the processor's caches.
+To see whether the weights are still those that were copied takes time at each pass, as what is to be looked at lies out
+of the processor's caches.
 """
 
 from __future__ import annotations

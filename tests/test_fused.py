@@ -32,6 +32,7 @@ from minispec import (
     stream,
 )
 from minispec.around import Around
+from minispec.drafters import ModelSession
 from minispec.linear import AVAILABLE as ONEDNN
 from minispec.linear import FEW, halves
 from minispec.model import Attention, read
@@ -530,6 +531,28 @@ def test_a_call_says_the_same_with_and_without(rule: str, sampling: Sampling, mo
     plain = rule == "match" or (rule != "coupled" and sampling in (Sampling(), Sampling(0.6)))
     assert (taken > 10) == (AVAILABLE and plain)
     assert taken == 0 or (AVAILABLE and plain)
+
+
+@pytest.mark.parametrize("name", ["draw", "read_level", "read_last"])
+@pytest.mark.parametrize("by", ["subclass", "instance"])
+def test_a_session_of_ones_own_does_every_step(name: str, by: str) -> None:
+    target, asked = model(), []
+
+    def watched(session: ModelSession, *args: Any) -> Any:
+        asked.append(name)
+        return getattr(ModelSession, name)(session, *args)
+
+    class Own(ModelDrafter):
+        def begin(self, *args: Any) -> ModelSession:
+            if by == "subclass":
+                return type("Mine", (ModelSession,), {name: watched})(self, *args)
+            session = super().begin(*args)
+            setattr(session, name, partial(watched, session))
+            return session
+
+    found = speculate(target, Own(target, Tree.chain(2)), [1, 2], max_new_tokens=9, rule="token", seed=4)
+    assert len(asked) >= 3
+    assert found == speculate(target, target, [1, 2], max_new_tokens=9, draft_len=2, rule="token", seed=4)
 
 
 def test_an_rng_of_ones_own_sees_every_draw() -> None:

@@ -40,7 +40,6 @@ class Spoilt:
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> ModelSession:
         session = self.inner.begin(prompts, sampling)
-        session.at_once = lambda tree, rng: None  # type: ignore[method-assign]  # what is spoilt is done step by step
         self.spoil(session, sampling)
         return session
 
