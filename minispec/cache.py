@@ -133,14 +133,14 @@ class KVCache:
         for path in paths:
             if path != sorted({*path}) or (path and not 0 <= path[0] <= path[-1] < nodes):
                 raise ValueError(f"keep: a path must increase strictly within 0..{nodes - 1}, got {path}")
+        moves: list[tuple[int, int, int]] = []  # row, slot from, slot to
         for row, path in enumerate(paths):
             base = self.lengths[row] - nodes
-            if path and path[-1] >= len(path):
-                moved = next(i for i, node in enumerate(path) if node != i)  # what comes before stays
-                source = torch.tensor(path[moved:], device=self.kv.device) + base
-                store = self.kv[:, :, row]  # (L, 2, H, S, D); gather first, then write: the places may overlap
-                store[..., base + moved : base + len(path), :] = store.index_select(3, source)
+            moves += [(row, base + node, base + i) for i, node in enumerate(path) if node != i]
             self.lengths[row] = base + len(path)
+        if moves:
+            which, old, new = torch.tensor(moves, device=self.kv.device).unbind(1)
+            self.kv[:, :, which, :, new] = self.kv[:, :, which, :, old]  # gather first, then write: they may overlap
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows (increasing), moved to the front; the others cost nothing from now on."""

@@ -143,7 +143,7 @@ def speculate(
     Memory beside the weights: 2 x n_layer x n_embd numbers a slot, the target's cache having rows x (the longest row's
     prompt and budget + nodes) slots and the draft's rows x (block_size + nodes), and p and q of one step, rows x nodes
     x V each; a mask of slots x slots bytes in each cache; noise made ahead, 65,536 numbers or rows x V if that is more
-    (twice that where it hangs on the position), and coins, 4,096. Nothing grows while decoding.
+    (three times that where it hangs on the position), and coins, 4,096. Nothing grows while decoding.
 
     Raises `ValueError`/`TypeError` before any forward pass, naming the parameter, the value and what is allowed.
     """

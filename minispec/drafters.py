@@ -196,10 +196,9 @@ class ModelSession:
             ids = tokens[nodes[0]].unsqueeze(1)  # (B, 1)
             return self.model(ids if whole else ids.clamp(min=0), self.cache)
         ids = torch.stack([tokens[node] for node in nodes], 1).clamp(min=0)  # (B, P)
-        position = [
-            [min(n - nodes[0] + int(tree.depths[0, node]), last) for node in nodes]
-            for n in self.cache.lengths  # n - nodes[0] is the slot, and position, of node 0
-        ]
+        depths = tree.depths[0, nodes].tolist()
+        starts = [n - nodes[0] for n in self.cache.lengths]  # of each row the slot, and position, of node 0
+        position = [[min(start + depth, last) for depth in depths] for start in starts]
         mask = None if tree.is_chain else tree.mask[0, nodes, :end].to(device)  # (P, end): the last `end` slots
         return self.model(ids, self.cache, torch.tensor(position, device=device), mask)
 

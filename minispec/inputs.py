@@ -64,7 +64,7 @@ def check_integer(name: str, value: object, least: int) -> int:
 
 def is_integer(value: object) -> TypeGuard[int]:
     """An int, or what NumPy has for one; a bool is none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def check_rng(rng: Any, rows: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,21 +64,21 @@ class Noise:
         self._keyed = torch.Generator("cpu")
         self._blocks: dict[tuple[Any, ...], Tensor] = {}
 
-    def at(self, key: int, position: int, V: int, dtype: torch.dtype, rows: int) -> Tensor:
-        """The noise (V,) of that key and position, whatever was drawn before."""
-        size = min(16, max(1, AHEAD // (V * rows)))  # positions made at once: a row goes through them in order
-        start = position - position % size
-        name = (key, start, size, V, dtype)
-        if name not in self._blocks:
-            while len(self._blocks) >= 2 * rows:  # the block of a draft's end and the one of its beginning
-                del self._blocks[next(iter(self._blocks))]
+    def at(self, keys: Sequence[int], positions: Sequence[int], V: int, dtype: torch.dtype) -> Tensor:
+        """The noise (B, V) of each row's key and position, whatever was drawn before."""
+        size = min(16, max(1, AHEAD // (V * len(keys))))  # positions made at once: a row goes through them in order
+        names = [(key, at - at % size, size, V, dtype) for key, at in zip(keys, positions, strict=True)]
+        if missing := [name for name in dict.fromkeys(names) if name not in self._blocks]:
             with torch.inference_mode(False):
-                u = torch.empty(size, V, dtype=torch.float64, device="cpu")
-                for i in range(size):
-                    self._keyed.manual_seed(mix(key, start + i))
-                    u[i].uniform_(generator=self._keyed)
-                self._blocks[name] = exponential(u, dtype)
-        return self._blocks[name][position - start]
+                u = torch.empty(len(missing), size, V, dtype=torch.float64, device="cpu")
+                for (key, start, *_), block in zip(missing, u, strict=True):
+                    for i, line in enumerate(block):
+                        line.uniform_(generator=self._keyed.manual_seed(mix(key, start + i)))
+                self._blocks.update(zip(missing, exponential(u, dtype), strict=True))
+        noise = [self._blocks[name][at % size] for name, at in zip(names, positions, strict=True)]
+        while len(self._blocks) > 2 * len(keys):  # of each row the block of a draft's end and the one of its beginning
+            del self._blocks[next(iter(self._blocks))]
+        return noise[0][None] if len(noise) == 1 else torch.stack(noise)
 
 
 def uniform(source: np.random.Generator, n: int, dtype: torch.dtype) -> Tensor:

@@ -157,11 +157,8 @@ class Randomness:
         B, V = weights.shape
         if at is not None and weights.is_cpu and int(weights.count_nonzero()) == B:
             return weights.argmax(-1)  # one token a row can win, as in greedy decoding: no noise is needed
-        if at is None:
-            noise = self._noise.fresh.next((B, V), dtype)  # (B, V)
-        else:
-            keyed = [self._noise.at(key, position, V, dtype, B) for key, position in zip(self.keys, at, strict=True)]
-            noise = keyed[0][None] if B == 1 else torch.stack(keyed)  # (B, V)
+        made = self._noise
+        noise = made.fresh.next((B, V), dtype) if at is None else made.at(self.keys, at, V, dtype)  # (B, V)
         noise = noise if weights.is_cpu else noise.to(weights.device, non_blocking=weights.is_cuda)
         return (weights / noise).argmax(-1)  # (B,)
 

@@ -502,15 +502,15 @@ def test_noise_is_as_fine_as_the_weights(
         seen.append(dtype)
         return torch.ones(shape)
 
-    def keyed(self: Noise, key: int, position: int, V: int, dtype: torch.dtype, rows: int) -> Tensor:
-        seen.append((dtype, rows))
-        return torch.ones(V)
+    def keyed(self: Noise, keys: list[int], positions: list[int], V: int, dtype: torch.dtype) -> Tensor:
+        seen.append((dtype, positions))
+        return torch.ones(len(keys), V)
 
     monkeypatch.setattr(Ahead, "next", fresh)
     monkeypatch.setattr(Noise, "at", keyed)
     Randomness(0, rows=2).pick(torch.ones(2, 3, dtype=dtype))
     Randomness(0, rows=2).pick(torch.ones(2, 3, dtype=dtype), at=[0, 1])
-    assert seen == [want, (want, 2), (want, 2)]
+    assert seen == [want, (want, [0, 1])]
 
 
 @pytest.mark.parametrize("kind", ["fresh", "coins"])
@@ -570,7 +570,7 @@ def test_where_one_token_can_win_no_noise_is_made(rows: int, monkeypatch: pytest
     unsure = sure.clone()
     unsure[-1, 3] = 1e-30
     rng.pick(unsure, at=[4] * rows)
-    assert len(raced) == rows
+    assert len(raced) == 1
     other = Randomness(3, rows)
     assert torch.equal(other.pick(sure), sure.argmax(-1))  # a draw that is not keyed takes its noise all the same,
     assert not torch.equal(
@@ -602,9 +602,10 @@ def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest
         def __init__(self) -> None:
             self.inner = torch.Generator()
 
-        def manual_seed(self, seed: int) -> None:
+        def manual_seed(self, seed: int) -> Watched:
             seeded.append(seed)
             manual_seed(self.inner, seed)
+            return self
 
     watched = Watched()
     noise._keyed = watched  # type: ignore[assignment]
@@ -614,37 +615,40 @@ def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest
         "uniform_",
         lambda self, generator: uniform_(self, generator=getattr(generator, "inner", generator)),
     )
-    for position in (0, 1, 15, 16, 17, 40, 3):
-        for key in (7, 8):
-            for dtype in (torch.float32, torch.float64):
-                want = race(keyed_uniforms(key, position, 50), dtype)
-                assert torch.equal(noise.at(key, position, 50, dtype, 2), want)
+    for positions in ((0, 0), (1, 0), (15, 16), (16, 15), (17, 40), (40, 40), (3, 17)):
+        for dtype in (torch.float32, torch.float64):
+            want = [race(keyed_uniforms(key, at, 50), dtype) for key, at in zip((7, 8), positions, strict=True)]
+            got = noise.at([7, 8], positions, 50, dtype)
+            assert got.dtype == dtype
+            assert torch.equal(got, torch.stack(want))
+            assert torch.equal(noise.at([7, 7], positions[:1] * 2, 50, dtype), torch.stack([want[0]] * 2))
     seeded.clear()
     for position in range(32, 48):
-        noise.at(7, position, 50, torch.float32, 1)
+        assert noise.at([7], [position], 50, torch.float32).shape == (1, 50)
     assert seeded == [mix(7, position) for position in range(32, 48)]  # sixteen positions at once, once
-    noise.at(7, 48, 50, torch.float32, 1)
-    noise.at(7, 47, 50, torch.float32, 1)  # a draft's end and the next beginning: two blocks are kept a row
+    noise.at([7], [48], 50, torch.float32)
+    noise.at([7], [47], 50, torch.float32)  # a draft's end and the next beginning: two blocks are kept a row
     assert len(seeded) == 32
-    noise.at(7, 64, 50, torch.float32, 1)
+    noise.at([7], [64], 50, torch.float32)
     assert len(noise._blocks) == 2
-    noise.at(7, 48, 50, torch.float32, 1)
+    noise.at([7], [48], 50, torch.float32)
     assert len(seeded) == 48
-    noise.at(7, 47, 50, torch.float32, 1)  # the oldest has made room
+    noise.at([7], [47], 50, torch.float32)  # the oldest has made room
     assert len(seeded) == 64
     pair = Noise(5)
     for position in (0, 16):
-        for key in (7, 8):
-            pair.at(key, position, 50, torch.float32, 2)
+        pair.at([7, 8], [position, position], 50, torch.float32)
     assert len(pair._blocks) == 4
-    pair.at(7, 32, 50, torch.float32, 2)
+    got = pair.at([7, 8], [32, 0], 50, torch.float32)  # what is handed out has been looked up before room is made
+    assert torch.equal(got[1], race(keyed_uniforms(8, 0, 50), torch.float32))
     assert len(pair._blocks) == 4
     seeded.clear()
     V = AHEAD // 4
-    assert torch.equal(noise.at(9, 5, V, torch.float64, 2), race(keyed_uniforms(9, 5, V), torch.float64))
-    assert seeded == [mix(9, 4), mix(9, 5)]  # two positions of two rows fill a block
+    want = [race(keyed_uniforms(key, 5, V), torch.float64) for key in (9, 10)]
+    assert torch.equal(noise.at([9, 10], [5, 5], V, torch.float64), torch.stack(want))
+    assert seeded == [mix(9, 4), mix(9, 5), mix(10, 4), mix(10, 5)]  # two positions of two rows fill a block
     seeded.clear()
-    noise.at(9, 5, 2 * AHEAD, torch.float64, 1)
+    noise.at([9], [5], 2 * AHEAD, torch.float64)
     assert seeded == [mix(9, 5)]  # never less than one
 
 
