@@ -95,18 +95,28 @@ def put_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
 def stored(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights as a file holds them: in `dtype`, or as 8-bit integers if that is `torch.int8`.
 
-    Then a matrix (R, C) becomes the integers round(w / scale) in -127..127 and, as `<name>.scale`, a scale a row (R,),
-    its largest magnitude / 127; vectors, which are few, stay float32.
+    Then a matrix (R, C) becomes the integers round(w / scale) in -127..127 and, as `<name>.scale`, a scale a row (R,):
+    its largest magnitude / 127, rounded up to four bits, so that half precision holds the products too (`linear`).
+    What has been so rounded stays as it is. Vectors, which are few, stay float32.
     """
     if dtype != torch.int8:
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
     held = {}
     for name, tensor in tensors.items():
-        held[name] = tensor.float()
-        if tensor.ndim == 2:
-            scale = (held[name].abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # (R,)
-            held |= {name: (held[name] / scale[:, None]).round().to(torch.int8), f"{name}{SCALE}": scale}
+        held[name] = w = tensor.float()
+        if w.ndim == 2:
+            scale = four_bits((w.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny))
+            other = four_bits(scale * 1.0625)  # the next one: that of a row whose largest was rounded down
+            exact = ((w / other).round() * other == w).all(1, keepdim=True)
+            scale = torch.where(exact, other, scale)  # (R, 1)
+            held |= {name: (w / scale).round().to(torch.int8), f"{name}{SCALE}": scale[:, 0]}
     return held
+
+
+def four_bits(x: Tensor) -> Tensor:
+    """The least number >= x > 0 of four significant bits."""
+    mantissa, exponent = torch.frexp(x)  # in [.5, 1), and that power of two
+    return torch.ldexp((mantissa * 16).ceil(), exponent - 4)
 
 
 def restored(path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_tokenizer import BYTES, PATTERN, SPECIAL, Tokenizer
 
 from minispec import GPT, GPTConfig, Pair, load_pair
-from minispec.files import sha256, write_text
+from minispec.files import four_bits, restored, sha256, stored, write_text
 from minispec.pair import save_model, save_tokenizer
 
 END = {next(iter(SPECIAL)): 256}
@@ -67,13 +67,16 @@ def test_weights_of_8_bits_are_within_half_a_level(made: Path, tmp_path: Path) -
         model.h[0].mlp.c_fc.weight[0] = 0.0  # a row without a largest number
         model.ln_f.weight[0] = 1 / 3
     save_model(root, "target", model, dtype=torch.int8)
-    target = load_pair(root).target
+    target, scales = load_pair(root).target, load_file(root / "target.safetensors")
     for name, weight in model.state_dict().items():
         found = target.state_dict()[name]
         if weight.ndim == 2:
-            level = weight.abs().amax(1, keepdim=True) / 127
+            level = scales[f"{name}.scale"][:, None]
             assert ((found - weight).abs() <= level * 0.5001).all(), name
-            assert (found.abs().amax(1, keepdim=True) - 127 * level).abs().max() < 1e-6, name  # the largest are exact
+            least = weight.abs().amax(1, keepdim=True) / 127
+            assert (level >= least * 0.9999).all(), name
+            assert (level <= (least * 1.1251).clamp(min=1e-37)).all(), name
+            assert (found.half().float() - found).abs().max() < 2**-25, name  # half precision holds them
         else:
             assert torch.equal(found, weight), name
     before = (root / "target.safetensors").read_bytes()
@@ -82,6 +85,20 @@ def test_weights_of_8_bits_are_within_half_a_level(made: Path, tmp_path: Path) -
     assert (root / "target.safetensors").read_bytes() == before
     held = load_file(root / "target.safetensors")
     assert {tensor.dtype for tensor in held.values() if tensor.ndim == 2} == {torch.int8}
+
+
+def test_weights_once_rounded_to_8_bits_stay_as_they_are() -> None:
+    """Also where the largest of a row was rounded down, so that a smaller scale would do."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(20_000, 1, generator=generator) + 0.1
+    first = restored(Path("a"), stored({"w": spread * torch.randn(20_000, 8, generator=generator)}, torch.int8))["w"]
+    again = restored(Path("a"), stored({"w": first}, torch.int8))["w"]
+    assert torch.equal(first, again)
+
+
+def test_the_scales_of_8_bit_weights_have_four_bits() -> None:
+    x = torch.tensor([1.0, 1.01, 15.0, 15.5, 16.0, 17.0, 0.1])
+    assert four_bits(x).tolist() == [1.0, 1.125, 15.0, 16.0, 16.0, 18.0, 0.1015625]
 
 
 @pytest.mark.parametrize(
