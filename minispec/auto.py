@@ -32,13 +32,14 @@ from minispec.tree import Tree
 from minispec.trust import unchanged
 from minispec.verify import RULES
 
-FORMAT = "minispec-plan-3"
+FORMAT = "minispec-plan-4"
 CHAINS = (1, 2, 3, 4, 6, 8, 12)  # whose yields are measured, which tell those of the lengths between
 SPAN = (2, 8)  # the chains that are timed
 NODES = (9, 17, 33)  # of the trees that are tried
 PROBE = Tree.branching([4, 3, 2])  # what acceptance by child rank is measured with
 OPENING, LENGTH, TEXTS = 16, 96, 12  # tokens of an opening, tokens that go on from it, how many texts
 SEED = 20_000
+ALIKE = 0.97  # of the best predicted speed-up: what is above it is as good, given the noise of times and yields
 
 Run = Callable[..., list[Result]]  # (drafter, rule, prompts, max_new_tokens, sampling, seed)
 
@@ -92,14 +93,19 @@ class Search:
     repeats: int = 3  # of what is timed
 
     def plan(self) -> Plan:
-        """The candidate with the largest predicted speed-up, or plain decoding where none gains."""
+        """The candidate with the largest predicted speed-up, or plain decoding where none gains.
+
+        Of those that are as good, to what such a measurement can tell, the one with the smallest draft.
+        """
         plain = Plan("match", Tree.chain(0))
         if self.target.config.block_size < 4:
             return plain  # a text that has no room to measure in
         plans = [plain, *self.chains()]
         if self.tree_rule is not None:
             plans.append(self.tree())
-        return max(plans, key=lambda plan: plan.speed_up)
+        best = max(plans, key=lambda plan: plan.speed_up)
+        alike = [plan for plan in plans if plan.speed_up > max(ALIKE * best.speed_up, 1.0)]
+        return min(alike, key=lambda plan: plan.tree.size, default=plain)
 
     @property
     def chain_rule(self) -> str:

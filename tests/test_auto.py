@@ -75,10 +75,32 @@ def test_a_rule_that_is_given_is_kept(models: tuple[GPT, GPT], prices: list[Cost
 def test_the_best_of_all_candidates_is_chosen(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
     found = Search(*models, Sampling(), None, search_run(models[0]))
     best = found.plan()
-    assert best.speed_up == max(plan.speed_up for plan in [*found.chains(), found.tree()])
+    assert best.speed_up > 0.97 * max(plan.speed_up for plan in [*found.chains(), found.tree()])
     for plan in found.chains():
         expected = CHEAP.speed_up(plan.tokens_per_step, plan.tree.size, plan.tree.max_depth)
         assert plan.speed_up == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("gains", "want"),
+    [
+        ((1.9, 2.0, 2.05, 2.06), 2),  # of those within 3 % of the best the shortest
+        ((1.9, 1.99, 2.05, 2.06), 3),
+        ((2.5, 2.0, 2.05, 2.06), 1),
+        ((0.99, 1.01, 1.005, 0.9), 2),  # none that is slower than plain decoding
+        ((0.9, 0.99, 1.0, 0.9), 0),
+    ],
+)
+def test_of_plans_that_are_alike_the_smallest_is_taken(
+    models: tuple[GPT, GPT], monkeypatch: pytest.MonkeyPatch, gains: tuple[float, ...], want: int
+) -> None:
+    found = Search(*models, Sampling(), None, search_run(models[0]))
+    chains = [Plan("block", Tree.chain(i + 1), gain) for i, gain in enumerate(gains[:3])]
+    monkeypatch.setattr(Search, "chains", lambda self: chains[::-1])
+    monkeypatch.setattr(Search, "tree", lambda self: Plan("traversal", Tree.branching([2, 2]), gains[3]))
+    plan = found.plan()
+    assert plan.tree == Tree.chain(want)
+    assert plan.plain == (want == 0)
 
 
 def test_the_cost_of_a_draft_step_is_told_from_two_depths(
@@ -161,8 +183,8 @@ def test_what_a_plan_depends_on_has_a_plan_of_its_own(models: tuple[GPT, GPT], m
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"format": "minispec-plan-0"}', '{"format": "minispec-plan-3", "rule": "magic"}',
-     '{"format": "minispec-plan-3", "rule": "match", "parents": [0], "speed_up": 2, "tokens_per_step": 3}'],
+    ["", "{", "[]", "null", '{"format": "minispec-plan-0"}', '{"format": "minispec-plan-4", "rule": "magic"}',
+     '{"format": "minispec-plan-4", "rule": "match", "parents": [0], "speed_up": 2, "tokens_per_step": 3}'],
 )  # fmt: skip
 def test_a_corrupt_file_is_measured_again(
     models: tuple[GPT, GPT], folder: Path, prices: list[Costs], text: str
