@@ -125,11 +125,11 @@ def test_importing_the_package_loads_no_luxury() -> None:
 
 
 def test_the_command_and_a_pair_load_without_what_takes_seconds() -> None:
-    """torch's compiler, which drawing numbers on the meta device pulls in, and scipy.stats."""
+    """torch's compiler, which drawing numbers on the meta device pulls in, and parts of scipy."""
     code = (
         "import sys, minispec, minispec.cli; from minispec.bench.machine import emulate_layers; "
         "pair = minispec.load_pair(); minispec.EarlyExitDrafter(pair.target, 2); emulate_layers(pair.target, 1); "
-        "print([m for m in ('torch._dynamo', 'scipy.stats') if m in sys.modules])"
+        "print([m for m in ('torch._dynamo', 'scipy.stats', 'scipy.special') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

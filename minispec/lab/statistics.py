@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
-from scipy import special  # scipy.stats takes a second to load, and every command would wait for it
+import scipy  # loads scipy.special when it is first used: every command would wait for it
 
 Output = TypeVar("Output", bound=Hashable)
 MIN_EXPECTED = 5.0
@@ -55,7 +55,7 @@ def chi_squared(
     expected, observed = merge([n * law[x] for x in cells], [counts.get(x, 0) for x in cells], min_expected)
     statistic = float(((observed - expected) ** 2 / expected).sum())
     df = len(expected) - 1
-    p_value = float(special.chdtrc(df, statistic)) if df else 1.0
+    p_value = float(scipy.special.chdtrc(df, statistic)) if df else 1.0
     tv = 0.5 * (sum(abs(counts.get(x, 0) / n - p) for x, p in law.items()) + sum(counts[x] for x in impossible) / n)
     passed = p_value >= level and not impossible
     return Verdict(passed, p_value, statistic, df, n, tv, detectable_tv(n, df, level), impossible)
@@ -77,7 +77,7 @@ def two_sample(
     e1, e2 = pooled * n / (n + m), pooled * m / (n + m)
     statistic = float(((first - e1) ** 2 / e1 + (second - e2) ** 2 / e2).sum())
     df = len(pooled) - 1
-    p_value = float(special.chdtrc(df, statistic)) if df else 1.0
+    p_value = float(scipy.special.chdtrc(df, statistic)) if df else 1.0
     tv = 0.5 * float(np.abs(first / n - second / m).sum())
     effective = int(n * m / (n + m))
     return Verdict(p_value >= level, p_value, statistic, df, n + m, tv, detectable_tv(effective, df, level))
@@ -102,7 +102,7 @@ def merge(expected: Sequence[float], observed: Sequence[float], least: float) ->
 @lru_cache(maxsize=256)
 def noncentrality(df: int, level: float, power: float) -> float:
     """The lambda at which a chi-squared test of this level has this power."""
-    return float(special.chndtrinc(special.chdtri(df, level), df, 1 - power))
+    return float(scipy.special.chndtrinc(scipy.special.chdtri(df, level), df, 1 - power))
 
 
 def detectable_tv(samples: int, df: int, level: float = 1e-6, power: float = 0.99) -> float:
@@ -206,4 +206,4 @@ def association(
     if df < 1 or fitted[cells].min() < MIN_EXPECTED:
         return 1.0, 0.0, 0
     statistic = float(((seen - fitted)[cells] ** 2 / fitted[cells]).sum())
-    return float(special.chdtrc(df, statistic)), statistic, df
+    return float(scipy.special.chdtrc(df, statistic)), statistic, df
