@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doubles import random_gpt
+from doubles import Scripted, random_gpt
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -590,6 +590,16 @@ def test_noise_made_in_inference_mode_serves_outside_too() -> None:
 
 def keyed_uniforms(key: int, position: int, V: int) -> Tensor:
     return torch.rand(V, generator=torch.Generator().manual_seed(mix(key, position)), dtype=torch.float64)
+
+
+def test_match_draws_until_every_row_has_ended_and_no_longer() -> None:
+    p = torch.full((2, 4, 3), 1 / 3)
+    tokens = torch.tensor([[0, 1, 1, 1], [0, 2, 2, 2]])
+    rng = Scripted(picks=[1, 0, 1, 2, 0, 0])  # the first row goes on for two tokens, then nobody does
+    path, emitted = match(p, None, tokens, Tree.chain(3), rng)
+    assert path.tolist() == [[0, 1, 2, -1], [0, -1, -1, -1]]
+    assert emitted.tolist() == [0, 0]
+    assert len(rng.asked) == 3
 
 
 def test_keyed_noise_is_a_function_of_key_position_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
