@@ -2,7 +2,7 @@
 
 A pass over a few tokens reads every weight once and computes little. The usual kernel reads a large row-major weight at
 a third of the memory's speed; packed, one row runs several times as fast, and eight take hardly longer, which decides
-whether speculation pays on a CPU. Weights that half precision holds as they are, as all do that a file kept in 16 bits,
+whether speculation pays on a CPU. Weights that half precision holds as they are, as all of a file of 16 or 8 bits do,
 are packed in half precision and multiplied in float32 (FBGEMM, x86 only): half the bytes, the same product. Other large
 weights are packed for oneDNN, and other small ones, as those of a draft, lie in memory by columns. Everything else
 (training, float64, GPUs, tiny weights, large ones where torch lacks the operators) takes `F.linear` and the weight.

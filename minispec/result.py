@@ -28,7 +28,7 @@ class Step:
     @property
     def proposed(self) -> int:
         """Draft tokens submitted to the target."""
-        return len(self.drafted) - self.drafted.count(-1)
+        return sum(token >= 0 for token in self.drafted)
 
     @property
     def accepted(self) -> int:
