@@ -177,8 +177,8 @@ def test_bytes_as_held_are_half_where_half_precision_holds_the_weights(
         matrices = sum(p.numel() for p in target.parameters() if p.ndim == 2) - target.wpe.weight.numel()
         assert held == weights - (2 * matrices if half and all(halves()) else 0)
         text = describe(costs, weights, held, seconds, [1e-3])
-        assert "105 MB of weights at 52.5 GB/s, 50 % of a plain read" in text
-        assert ("as held, 53 MB in half precision, 25 %" in text) == (held < weights)
+        assert "196 MB of weights at 98.2 GB/s, 50 % of a plain read" in text
+        assert ("as held, 98 MB in half precision, 25 %" in text) == (held < weights)
 
 
 def test_expectations_are_the_median_of_what_was_measured_after_each_round(
