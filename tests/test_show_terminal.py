@@ -18,7 +18,9 @@ from minispec import GPT, Pair, Sampling, Step, Tree, speculate
 from minispec.cli import main
 from minispec.lab import exact_law
 from minispec.show import Trace, replay, validate
+from minispec.show.commands import WARM_UP
 from minispec.show.progress import enumeration, progress
+from minispec.show.recorder import Recording
 from minispec.show.terminal import Piece, Screen, show
 
 WORDS = [" the", " king", " had", "\n", " three", " sons", ".", " "]
@@ -175,6 +177,25 @@ def test_trace_writes_both_kinds_of_file(shipped: Pair, tmp_path: Path, capsys: 
     run = speculate(shipped.target, shipped.draft, prompt, max_new_tokens=10, seed=3, sampling=Sampling(0.8))
     assert replay(Trace(data)) == run.tokens == data["tokens"]
     assert "<svg" not in (tmp_path / "run.json").read_text(encoding="utf-8")
+
+
+def test_trace_warms_up_on_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process's first steps are slow (weights are packed, passes compiled): on the page they would be the run's."""
+    runs: list[Recording] = []
+
+    class Kept(Recording):
+        def __init__(self, *args: object, **options: object) -> None:
+            super().__init__(*args, **options)  # type: ignore[arg-type]
+            runs.append(self)
+
+    monkeypatch.setattr("minispec.show.commands.Recording", Kept)
+    assert (
+        main(["trace", "Once upon a time", "--max-new-tokens", "20", "--seed", "3", "-o", str(tmp_path / "x.json")])
+        == 0
+    )
+    data = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert [len(run.taken) for run in runs] == [WARM_UP, len(data["steps"])]
+    assert data["tokens"] == [token for step in runs[1].taken for token in step.tokens]
 
 
 @pytest.mark.parametrize(

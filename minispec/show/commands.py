@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from minispec.show.recorder import Recording, plain_step
 from minispec.text import TextStream
 
 PLAIN_STEPS = 12  # timed for the page's running speed-up
+WARM_UP = 3  # steps of another run before the one recorded: a process's first ones are slow
 
 
 class Job(NamedTuple):
@@ -65,9 +67,14 @@ def run_trace(args: argparse.Namespace, prepare: Callable[[argparse.Namespace], 
         args.draft_len = DEFAULT_DRAFT_LEN  # not the machine's own plan: the same page everywhere
     job = prepare(args)
     tokenizer = job.pair.tokenizer
-    run = Recording(
-        job.pair.target, job.draft, job.prompt, tokenizer=tokenizer, top=args.top, **job.options, **job.shape
-    )
+
+    def recording() -> Recording:
+        return Recording(
+            job.pair.target, job.draft, job.prompt, tokenizer=tokenizer, top=args.top, **job.options, **job.shape
+        )
+
+    list(islice(recording(), WARM_UP))
+    run = recording()
     plain = plain_step(job.pair.target, job.prompt, job.options["sampling"], PLAIN_STEPS)
     with progress("tracing", job.options["max_new_tokens"]) as tick:
         for step in run:
