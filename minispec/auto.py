@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,11 +35,13 @@ from minispec.verify import RULES
 
 FORMAT = "minispec-plan-4"
 CHAINS = (1, 2, 3, 4, 6, 8, 12)  # whose yields are measured, which tell those of the lengths between
+ENOUGH = 4  # of them, the shortest, which tell the others where there is no time
 SPAN = (2, 8)  # the chains that are timed
 NODES = (9, 17, 33)  # of the trees that are tried
 PROBE = Tree.branching([4, 3, 2])  # what acceptance by child rank is measured with
 OPENING, LENGTH, TEXTS = 16, 96, 12  # tokens of an opening, tokens that go on from it, how many texts
 SEED = 20_000
+PATIENCE = 60.0  # seconds after which a machine that is busy, or slow, is measured no further
 ALIKE = 0.97  # of the best predicted speed-up: what is above it is as good, given the noise of times and yields
 
 Run = Callable[..., list[Result]]  # (drafter, rule, prompts, max_new_tokens, sampling, seed)
@@ -64,7 +67,7 @@ def find_plan(
     if plan is None:
         if say is not None:
             say("measuring this machine once, some twenty seconds")
-        plan = Search(target, draft, sampling, rule, run, min(rows, 32)).plan()
+        plan = Search(target, draft, sampling, rule, run, min(rows, 32), patience=PATIENCE).plan()
         _write(path, plan)
     return plan
 
@@ -91,6 +94,10 @@ class Search:
     length: int = LENGTH
     given: list[list[int]] | None = None
     repeats: int = 3  # of what is timed
+    patience: float = math.inf  # seconds after which longer chains and trees are left out, and less is repeated
+
+    def __post_init__(self) -> None:
+        self.end = time.monotonic() + self.patience
 
     def plan(self) -> Plan:
         """The candidate with the largest predicted speed-up, or plain decoding where none gains.
@@ -101,11 +108,16 @@ class Search:
         if self.target.config.block_size < 4:
             return plain  # a text that has no room to measure in
         plans = [plain, *self.chains()]
-        if self.tree_rule is not None:
+        if self.tree_rule is not None and not self.late:
             plans.append(self.tree())
         best = max(plans, key=lambda plan: plan.speed_up)
         alike = [plan for plan in plans if plan.speed_up > max(ALIKE * best.speed_up, 1.0)]
         return min(alike, key=lambda plan: plan.tree.size, default=plain)
+
+    @property
+    def late(self) -> bool:
+        """Whether patience is at an end."""
+        return time.monotonic() > self.end
 
     @property
     def chain_rule(self) -> str:
@@ -149,9 +161,12 @@ class Search:
         depths = [k for k in CHAINS if k <= self.deepest]
         few = [Plan(name, Tree.chain(min(k, self.deepest))) for k in SPAN]
         costs = self.costs([drafter_of(plan, self.draft) for plan in few], [plan.tree for plan in few], name)
-        tokens = [self.tokens_per_step(drafter_of(Plan(name, Tree.chain(k)), self.draft), name) for k in depths]
+        tokens: list[float] = []
+        for k in depths:
+            if len(tokens) < ENOUGH or not self.late:
+                tokens.append(self.tokens_per_step(drafter_of(Plan(name, Tree.chain(k)), self.draft), name))
         lengths = range(1, min(CHAINS[-1], self.deepest) + 1)
-        yields = smoothed(depths, tokens, lengths)
+        yields = smoothed(depths[: len(tokens)], tokens, lengths)
         return [self.expect(Plan(name, Tree.chain(k)), costs, y) for k, y in zip(lengths, yields, strict=True)]
 
     def tree(self) -> Plan:
@@ -204,6 +219,8 @@ class Search:
         """Median seconds of a step of each (drafter, rule), `rows` rows at once, in turn; the prefill has its share."""
         found: list[list[float]] = [[] for _ in ways]
         for repeat in range(self.repeats + 1):  # the first warms up
+            if repeat > 1 and self.late:
+                break
             prompts = [self.texts[(repeat + row) % len(self.texts)] for row in range(self.rows)]
             for times, (drafter, rule) in zip(found, ways, strict=True):
                 results = self.decode(drafter, rule, prompts, self.length, SEED + repeat)

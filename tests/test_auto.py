@@ -57,6 +57,27 @@ def test_where_passes_are_cheap_the_plan_speculates(models: tuple[GPT, GPT], pri
     assert f"{plan.speed_up:.2f}x expected" in str(plan)
 
 
+def test_a_busy_machine_is_not_measured_to_the_end(models: tuple[GPT, GPT], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without patience: four chains, which tell the others, no tree, one repeat. With it: all."""
+    monkeypatch.setattr(auto, "measure", lambda *_, **__: CHEAP)
+    for name, value in (("TEXTS", 2), ("NODES", (5,))):
+        monkeypatch.setattr(auto, name, value)
+    for patience in (0.0, 1e9):
+        decoded: list[tuple[int, int]] = []  # nodes and rows of each run
+
+        def run(drafter: Any, rule: Any, prompts: Any, *rest: Any, decoded: Any = decoded) -> Any:
+            decoded.append((drafter.max_nodes, len(prompts)))
+            return search_run(models[0])(drafter, rule, prompts, *rest)
+
+        found = Search(*models, Sampling(), None, run, patience=patience)
+        plan, texts = found.plan(), [nodes for nodes, rows in decoded[1:] if rows == 2]
+        timed = [nodes for nodes, rows in decoded if rows == 1]
+        assert texts[:4] == [2, 3, 4, 5]
+        assert (len(texts) == 4) == (patience == 0)
+        assert timed.count(1) == (2 if patience == 0 else 8)  # plain, of which the first warms up; again beside a tree
+        assert plan.plain or plan.speed_up > 1
+
+
 def test_where_they_are_dear_the_plan_is_plain_decoding(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
     prices[0] = DEAR
     plan = search(models)
