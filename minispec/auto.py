@@ -66,7 +66,7 @@ def find_plan(
     plan = None if again else _read(path)
     if plan is None:
         if say is not None:
-            say("measuring this machine once, some twenty seconds")
+            say("measuring this machine once, about half a minute")
         plan = Search(target, draft, sampling, rule, run, min(rows, 32), patience=PATIENCE).plan()
         _write(path, plan)
     return plan

@@ -133,7 +133,7 @@ def speculate(
     sampling: `Sampling(temperature, top_k, top_p)`, default temperature 1.
     tree or draft_len: shape of a model's draft, default `Tree.chain(4)`. (A `Drafter` has its own.) tree="auto"
         takes the rule (unless given) and tree that are fastest on this machine, or plain decoding where that is;
-        the first call measures for some twenty seconds and keeps what it finds (`auto.find_plan`). See `Result.plan`.
+        the first call measures for about half a minute and keeps what it finds (`auto.find_plan`). See `Result.plan`.
     rule: name of a rule in `verify.RULES`, or a `Rule`. Default: "match" for greedy decoding and for chosen
         candidates, else "token" for a chain and "rrs" for a tree. A model fills its tree as the rule needs it.
     stop: token ids that end a row, one set or a list of one a row; default the target's end-of-text id where it
