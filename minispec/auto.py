@@ -189,8 +189,11 @@ class Search:
         return max(self.target.config.block_size // 4, 1)
 
     def expect(self, plan: Plan, costs: Costs, tokens: float) -> Plan:
-        """The plan with its yield and predicted speed-up."""
-        gain = costs.speed_up(tokens, plan.tree.size, plan.tree.max_depth)
+        """The plan with its yield and predicted speed-up, which is no larger: no step is quicker than a plain one.
+
+        Times that say so come from a machine that was busy with something else.
+        """
+        gain = min(costs.speed_up(tokens, plan.tree.size, plan.tree.max_depth), tokens)
         return replace(plan, tokens_per_step=tokens, speed_up=gain)
 
     def tokens_per_step(self, drafter: Drafter, rule: str, seed: int = SEED) -> float:

@@ -142,6 +142,15 @@ def test_the_cost_of_a_draft_step_is_told_from_two_depths(
     assert (found.draft_step, found.overhead) == pytest.approx((0.02, 8 * 0.03 + 0.3))
 
 
+def test_no_plan_expects_more_than_its_tokens_a_pass(models: tuple[GPT, GPT]) -> None:
+    """A machine that was busy while plain decoding was timed seems to speculate in no time: 10x at 3 tokens a pass."""
+    found, plan = Search(*models, Sampling(), None, search_run(models[0])), Plan("block", Tree.chain(4))
+    busy = Costs({1: 10.0, 5: 1.0}, draft_step=0.0, plain_overhead=10.0)
+    assert found.expect(plan, busy, 3.0).speed_up == 3.0
+    calm = Costs({1: 1.0, 5: 1.2}, draft_step=0.05, overhead=0.1)
+    assert found.expect(plan, calm, 3.0).speed_up == pytest.approx(3.0 / 1.5)
+
+
 def test_a_step_yields_what_the_whole_texts_did(models: tuple[GPT, GPT], prices: list[Costs]) -> None:
     """A draft that is the target: four tokens a step, and the last step of 10 is cut to two."""
     found = Search(models[0], models[0], Sampling(), None, search_run(models[0]), length=10, given=[[0], [1, 2]])
