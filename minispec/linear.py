@@ -30,7 +30,7 @@ transformed: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_
 ROWS = 8  # rows to pack for: packed for one, several rows take twice as long; packed for 8, one row is as fast
 AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 LEAST = 4 if AVX512 else 1  # rows that fewer are filled up to: with AVX-512 oneDNN is slower with one than with four
-HALF = not AVX512  # whether half precision is used: with AVX-512 one row gains 1.6, six or eight 1.1, 32 lose
+HALF = True  # whether half precision is used: one row gains 1.6 and more by it, six or eight 1.1 with AVX-512
 FEW = 64  # rows up to which a small weight in half precision is quicker: its operator uses one thread
 ROUNDING = 2.0**-25  # of numbers below 2^-14 in half precision; no more than a sum of products in float32 loses
 

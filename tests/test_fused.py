@@ -402,7 +402,7 @@ def test_copies_threads_and_weights_made_in_inference_mode(name: str) -> None:
     with torch.inference_mode():
         made = model(name)
         got = made(tokens, KVCache(gpt.config))  # small weights that do not count their changes are read themselves
-        assert torch.equal(got, want) if name == "packed" else torch.allclose(got, want, 0, 1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)  # which other kernels may sum in another order
 
 
 @torch.no_grad()
